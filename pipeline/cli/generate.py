@@ -12,25 +12,34 @@ from pipeline.monitoring.logs import log_to_console
 
 HELP = "let a checkpoint's language model write text"
 DESCRIPTION = """\
-Prints the text with which the model of a checkpoint, of any split, continues the prompt. A model that was
+Print a prompt and its continuation by the language model of a checkpoint of any split. A model that was
 trained on conversations (data.kind: chat, or preference with a chat template) gets the prompt as a user's
-message in its own chat template."""
+message in its chat template; then only its answer is printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = DESCRIPTION
     add_checkpoint_arguments(parser)
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue, or a message")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="text to continue, or message to answer"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="length of the text at most (default: 128)",
+    )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="T",
-        help="0: always the likeliest token (default: 0.8)",
+        help="divisor of the logits; 0 always takes the likeliest token (default: 0.8)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    # Keys of data, eval, loader and batch are accepted as in `evaluate`, but few have an effect here.
     add_overrides(parser, argparse.SUPPRESS)
 
 
@@ -39,14 +48,14 @@ def run(arguments: argparse.Namespace) -> None:
     """Generate the text and print it.
 
     Raises:
-        ConfigError: An argument is out of range.
+        PipelineError: An argument is out of range, or the checkpoint cannot be found, read or used.
     """
     log_to_console(Ranks(0, 0, 1, 1))
     if arguments.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens}: expected 1 or more")
     if not 0 <= arguments.temperature <= 100:
         raise ConfigError(f"--temperature {arguments.temperature}: expected a number from 0 to 100")
-    if any("\ud800" <= letter <= "\udfff" for letter in arguments.prompt):
+    if any("\ud800" <= letter <= "\udfff" for letter in arguments.prompt):  # lone surrogates
         raise ConfigError("--prompt: not UTF-8; set the terminal to UTF-8 (LANG=C.UTF-8)")
     if not 0 <= arguments.seed < 2**32:
         raise ConfigError(f"--seed {arguments.seed}: expected 0 to 2^32 - 1")

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 HELP = "show a recipe's data as the model would get it"
 DESCRIPTION = """\
-Prepares the data of a recipe if needed, and shows it. For text: documents, lengths, exact copies, padding,
-and rows in which the tokens that count in the loss are marked. For images: classes, and the first batch."""
-AFTER_INTERRUPT = ""
+Show the training data of a recipe, after preparing it if needed. For text: number and lengths of documents,
+exact copies, padding, and rows in which the tokens that count in the loss are marked. For images: classes and
+the first micro-batch."""
+AFTER_INTERRUPT = ""  # `pipeline/__main__.py` prints nothing more than "stopped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=2,
-        help="number of rows to show (default: 2)",
+        help="number of rows of text to show; 0 for none (default: 2)",
     )
-    parser.add_argument("--no-color", action="store_true", help="plain text")
+    parser.add_argument("--no-color", action="store_true", help="mark tokens by brackets in place of colours")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Show the data of the recipe."""
+    """Show the data of the recipe.
+
+    Raises:
+        PipelineError: The recipe or an argument is invalid, or the data cannot be read or prepared.
+    """
     log_to_console(Ranks(0, 0, 1, 1))
     config = read_recipe(arguments)
     if arguments.samples < 0:
@@ -71,47 +76,49 @@ def _inspect_text(
     *,
     samples: int,
 ) -> None:
+    """Show documents, copies and rows of text or conversations, and the first `samples` rows of the run."""
     from pipeline.cli import inspect_view
     from pipeline.data.prepared import prepare_documents
 
     logger = logging.getLogger("pipeline.data.prepared")
     level = logger.level
-    logger.setLevel(logging.WARNING)  # the totals were printed by the first call
-    prepared = prepare_documents(data)  # prepared already, so that this only opens the files again
+    logger.setLevel(logging.WARNING)  # the totals were already logged when `bundle` was made
+    prepared = prepare_documents(data)  # only opens the files: `bundle` was made of the same data
     logger.setLevel(level)
     sources = [*prepared.sources, *prepared.eval_sets]
     inspect_view.show_documents(screen, sources)
     inspect_view.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
-    rows = _rows_by_source(bundle)
+    rows = _split_by_source(bundle)
     inspect_view.show_rows(screen, rows, data.sequence_length)
     if samples:
-        batch = _first_batch(config, bundle, samples)
+        batch = _load_first_batch(config, bundle, samples)
         pad_id = next((getattr(dataset, "pad_id", None) for dataset in rows.values()), None)
         inspect_view.show_batch(screen, batch, prepared.tokenizer, pad_id)
 
 
-def _rows_by_source(bundle: DataBundle) -> dict[str, Any]:
-    """Return the training rows of each source."""
+def _split_by_source(bundle: DataBundle) -> dict[str, Any]:
+    """Return the data set of training rows of each source, by the source's name."""
     train: Any = bundle.train
     datasets = getattr(train, "datasets", [train])  # several sources are joined into one data set
     return {source.name: dataset for source, dataset in zip(bundle.sources, datasets, strict=True)}
 
 
 def _show_first_batch(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:
+    """Show the sizes of the data sets, and the shape of each entry of the first micro-batch of one rank."""
     from pipeline.data.batches import describe_value
 
     stated = config.batch.micro_batch_size
-    size = stated if isinstance(stated, int) else 1
-    batch = _first_batch(config, bundle, size)
-    sizes: dict[str, Any] = {"train": bundle.train, **bundle.eval}
+    size = stated if isinstance(stated, int) else 1  # `auto`
+    batch = _load_first_batch(config, bundle, size)
+    datasets: dict[str, Any] = {"train": bundle.train, **bundle.eval}
     screen.title("Samples")
-    screen.table(["split", "samples"], [[name, f"{len(dataset):,}"] for name, dataset in sizes.items()])
-    screen.title(f"The first batch of {size}")
+    screen.table(["data set", "samples"], [[name, f"{len(each):,}"] for name, each in datasets.items()])
+    screen.title(f"The first micro-batch, of {size} sample{'s' * (size > 1)}")
     screen.table(["key", "shape and type"], [[key, describe_value(value)] for key, value in batch.items()])
 
 
-def _first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:
-    """Return the first batch of the run, from the loader that the run would use."""
+def _load_first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:
+    """Return the first `size` samples of the run, from the loader that a run of one rank would use."""
     import torch
 
     from pipeline.data.curriculum import build_order

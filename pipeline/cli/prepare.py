@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 
-from pipeline.cli.inputs import add_recipe_arguments, read_recipe
+from pipeline.cli.inputs import ParagraphHelpFormatter, add_recipe_arguments, read_recipe
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
 from pipeline.monitoring.logs import log_to_console
 
 HELP = "tokenise the documents of a recipe into data.cache_dir"
 DESCRIPTION = """\
-Tokenises the documents of a recipe into data.cache_dir, so that every run of it starts without delay. After
-an interrupt, run the same command to continue. A run prepares its data by itself if this was not done."""
+Tokenise the documents of a recipe into data.cache_dir, so that runs of the recipe start without delay. After
+an interrupt, run the same command to continue. This command is optional: a run prepares what is missing."""
 EPILOG = """\
-On machines that share data.cache_dir, each can prepare a share of the parts; nothing has to be merged:
+Machines that share data.cache_dir can divide the work. Each prepares some of the parts, and nothing has to be
+merged afterwards:
 
   sbatch --array=0-15 --wrap '%(prog)s --config R.yaml \\
       --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT'
@@ -27,13 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = ParagraphHelpFormatter
     add_recipe_arguments(parser)
     parser.add_argument(
-        "--shard", metavar="i/n", help="prepare only every n-th part, from the i-th on; i is 0 to n - 1"
+        "--shard", metavar="i/n", help="prepare only parts i, i + n, i + 2n, ...; i is 0 to n - 1"
     )
     parser.add_argument(
-        "--verify", action="store_true", help="verify the checksums of prepared data, and repair it"
+        "--verify",
+        action="store_true",
+        help="compare prepared data with its checksums, and prepare damaged parts again",
     )
 
 
@@ -50,7 +53,11 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prepare the data of the recipe, or verify and repair it with `--verify`."""
+    """Prepare the data of the recipe; with `--verify`, also compare what is prepared with its checksums.
+
+    Raises:
+        PipelineError: The recipe or `--shard` is invalid, or the data cannot be read or written.
+    """
     log_to_console(Ranks(0, 0, 1, 1))
     data = read_recipe(arguments).data
     shard = None if arguments.shard is None else parse_shard(arguments.shard)

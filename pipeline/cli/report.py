@@ -10,14 +10,23 @@ from pipeline.errors import ConfigError
 from pipeline.files import replace_file
 
 HELP = "write the curves, alerts and settings of runs as one HTML file"
+DESCRIPTION = """\
+Write the curves, alerts and settings of a run as one HTML file, which needs no server and no network. Several
+runs share one page, which compares their curves and settings."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = HELP
+    parser.description = DESCRIPTION
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="run directory; give several to compare them")
-    add("-o", "--output", type=Path, metavar="FILE.html", help="default: RUN/report.html, or ./report.html")
+    add("runs", type=Path, nargs="+", metavar="RUN", help="run directory; several are compared")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE.html",
+        help="default: RUN/report.html; of several runs, ./report.html",
+    )
 
 
 @report_file_errors()
@@ -30,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     from pipeline.monitoring.report.page import REPORT_FILE, encode_runs, render_page
     from pipeline.monitoring.report.runs import check_run_directory
 
-    runs = list(dict.fromkeys(check_run_directory(path) for path in arguments.runs))
+    runs = list(dict.fromkeys(check_run_directory(path) for path in arguments.runs))  # each only once
     output = arguments.output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     if output.suffix not in (".html", ".htm"):
         raise ConfigError(f"--output {output}: expected the name of a file that ends in .html")
