@@ -1,7 +1,7 @@
-"""Shows training data: statistics, text, conversations and images.
+"""Prints training data for the command `inspect`: statistics, text, conversations and images.
 
-Tokens that count in the loss are marked by colour or brackets. A token counts if it is a target, that is, if
-the label at the position before it is not -100.
+Tokens that count in the loss are marked by colour or brackets. A token counts if it is a target: then the
+label at the position before it is not -100.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ if TYPE_CHECKING:
     from pipeline.data.prepared.part_files import TokenStore
     from pipeline.data.prepared.prepare import PreparedSource
 
-POSITIONS_AT_ONCE = 1 << 20  # tokens whose labels are read at once: 16 MB
+TOKENS_AT_ONCE = 1 << 20  # tokens of the rows that are read at once; their ids and labels take 16 MB
 
 
 def read_lengths(stores: Iterable[TokenStore]) -> NDArray[np.int64]:
     """Return the number of tokens of each document in the stores."""
-    parts = [np.diff(np.asarray(part.ends), prepend=0) for store in stores for part in store.parts]
-    return np.concatenate([np.empty(0, np.int64), *parts])
+    lengths = [np.diff(np.asarray(part.ends), prepend=0) for store in stores for part in store.parts]
+    return np.concatenate([np.empty(0, np.int64), *lengths])
 
 
 def read_hashes(stores: Iterable[TokenStore]) -> NDArray[np.uint64]:
-    """Return the hash of each document, sorted; equal documents have equal hashes."""
-    parts = [
-        np.array(part.hashes) for store in stores for part in store.parts
-    ]  # copies, so that no file stays mapped
-    hashes = np.concatenate([np.empty(0, np.uint64), *parts])
+    """Return the hash of each document in the stores, sorted; equal documents have equal hashes."""
+    # `np.array` copies, so that no file stays mapped.
+    copies = [np.array(part.hashes) for store in stores for part in store.parts]
+    hashes = np.concatenate([np.empty(0, np.uint64), *copies])
     hashes.sort()
     return hashes
 
@@ -62,43 +61,51 @@ def count_targets(rows: PackedDataset, advance: Callable[[int], object]) -> int:
 
     `advance` is called with the number of rows just counted, to move a progress bar.
     """
-    at_once = max(1, POSITIONS_AT_ONCE // rows.sequence_length)
-    in_loss = 0
-    for first in range(0, len(rows), at_once):
-        indices = range(first, min(first + at_once, len(rows)))
-        in_loss += int((rows.__getitems__(indices)["shift_labels"] != IGNORE_INDEX).sum())
+    rows_at_once = max(1, TOKENS_AT_ONCE // rows.sequence_length)
+    num_targets = 0
+    for first in range(0, len(rows), rows_at_once):
+        indices = range(first, min(first + rows_at_once, len(rows)))
+        num_targets += int((rows.__getitems__(indices)["shift_labels"] != IGNORE_INDEX).sum())
         advance(len(indices))
-    return in_loss
+    return num_targets
 
 
-# Styles of rich.
-IN_LOSS = "bold green"
-CONTEXT = "dim"
-MARK = "cyan"
-STYLE_OF_KIND = {CHOSEN: IN_LOSS, REJECTED: "bold red", MISMATCHED: "bold yellow"}
-# Brackets around tokens in the loss, without colours.
+# Styles of rich: for tokens in the loss, other tokens, and lines between them.
+LOSS_STYLE = "bold green"
+CONTEXT_STYLE = "dim"
+MARKER_STYLE = "cyan"
+ANSWER_STYLES = {CHOSEN: LOSS_STYLE, REJECTED: "bold red", MISMATCHED: "bold yellow"}
+"""Style of the tokens in the loss of an answer in preference data, by the kind of the answer."""
+# Brackets around tokens in the loss, used without colours.
 OPEN = "⟦"
 CLOSE = "⟧"
-MAX_TOKENS = 2048  # number of tokens that are shown of one row
+MAX_TOKENS_SHOWN = 2048  # of one row
 
 
 def show_documents(screen: Screen, sources: Sequence[PreparedSource]) -> None:
-    """Show the number and the lengths of the documents of each source."""
+    """Show the number of documents of each source, training and held-out, and their lengths in tokens.
+
+    Below the table, each source has lines on documents that were skipped or changed, if there were any.
+    """
     rows = []
     for source in sources:
         lengths = read_lengths([source.train, source.eval])
-        held_out = len(read_lengths([source.eval]))
-        shares = (50, 95, 100) if len(lengths) else ()
+        num_held_out = len(read_lengths([source.eval]))
+        percentiles = ["", "", ""]
+        if len(lengths):
+            percentiles = [
+                f"{np.percentile(lengths, percent, method='inverted_cdf'):,}" for percent in (50, 95, 100)
+            ]
         cells = [
             source.name,
             f"{len(lengths):,}",
+            f"{num_held_out:,} ({format_percent(num_held_out, len(lengths))})",
             f"{lengths.sum():,}",
-            f"{held_out:,} ({format_percent(held_out, len(lengths))})",
             f"{lengths.mean() if len(lengths) else 0:,.0f}",
         ]
-        rows.append(cells + [f"{np.percentile(lengths, share, method='inverted_cdf'):,}" for share in shares])
-    screen.title("Documents")
-    columns = ["source", "documents", "tokens", "held out", "mean tokens", "median", "95 %", "longest"]
+        rows.append(cells + percentiles)
+    screen.title("Documents, and their lengths in tokens")
+    columns = ["source", "documents", "held out", "tokens", "mean", "median", "95 %", "longest"]
     screen.table(columns, rows)
     for source in sources:
         for line in source.tally.lines():
@@ -106,20 +113,27 @@ def show_documents(screen: Screen, sources: Sequence[PreparedSource]) -> None:
 
 
 def show_copies(screen: Screen, sources: Sequence[PreparedSource], eval_sets: Sequence[str]) -> None:
-    """Show exact copies within and across sources, and held-out documents that are also trained on."""
+    """Show exact copies within and across sources, and held-out documents that are also trained on.
+
+    Args:
+        screen: Console to print to.
+        sources: Sources of the training data, and evaluation sets.
+        eval_sets: Names of the evaluation sets among `sources`. They have a line on held-out documents even
+            if none is trained on.
+    """
     screen.title("Exact copies")
-    everything = []
+    hashes_by_source = []
     for source in sources:
         hashes = read_hashes([source.train, source.eval])
-        everything.append(hashes)
+        hashes_by_source.append(hashes)
         copies = count_copies(hashes)
         screen.line(
             f"{source.name}: {copies:,} of {len(hashes):,} documents ({format_percent(copies, len(hashes))})"
         )
     if len(sources) > 1:
-        hashes = np.sort(np.concatenate(everything))
+        hashes = np.sort(np.concatenate(hashes_by_source))
         copies = count_copies(hashes)
-        del everything
+        del hashes_by_source  # 8 bytes for each document
         screen.line(f"all together: {copies:,} of {len(hashes):,} ({format_percent(copies, len(hashes))})")
     trained = read_hashes([source.train for source in sources])
     for source in sources:
@@ -132,41 +146,52 @@ def show_copies(screen: Screen, sources: Sequence[PreparedSource], eval_sets: Se
 
 
 def show_rows(screen: Screen, datasets: Mapping[str, PackedDataset], sequence_length: int) -> None:
-    """Show how full the training rows of each source are."""
+    """Show the padding, the tokens in the loss and the cut documents of the training rows of each source.
+
+    Args:
+        screen: Console to print to.
+        datasets: Training rows of each source, by its name.
+        sequence_length: Tokens of a row, with padding.
+    """
     table = []
-    with screen.progress("looking at rows", sum(map(len, datasets.values()))) as advance:
+    with screen.progress("counting tokens in the loss", sum(map(len, datasets.values()))) as advance:
         for name, rows in datasets.items():
-            places = len(rows) * rows.sequence_length
-            padded = round(rows.padding_share * places)
-            in_loss = format_percent(count_targets(rows, advance), places - padded)
-            is_cut_anywhere = rows.documents_cut is None
-            documents_cut = "wherever a row is full" if is_cut_anywhere else f"{rows.documents_cut:,}"
-            table.append([name, f"{len(rows):,}", format_percent(padded, places), in_loss, documents_cut])
+            num_positions = len(rows) * rows.sequence_length
+            num_padded = round(rows.padding_share * num_positions)
+            in_loss = format_percent(count_targets(rows, advance), num_positions - num_padded)
+            documents_cut = "at row ends" if rows.documents_cut is None else f"{rows.documents_cut:,}"
+            padding = format_percent(num_padded, num_positions)
+            table.append([name, f"{len(rows):,}", padding, in_loss, documents_cut])
     screen.title(f"Training rows of {sequence_length:,} tokens")
-    screen.table(["source", "rows", "padding", "in the loss, of what is not padding", "documents cut"], table)
+    screen.table(["source", "rows", "padding", "in the loss (padding excluded)", "documents cut"], table)
 
 
 def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None) -> None:
-    """Show rows as the model gets them, with tokens in the loss marked.
+    """Show the rows of a batch as the model gets them, with tokens in the loss marked.
 
-    If `pad_id` is `None`, the rows have no padding.
+    Args:
+        screen: Console to print to.
+        batch: Batch of text, conversations or preference data.
+        tokenizer: Tokenizer that decodes the ids.
+        pad_id: Id of the padding token; `None` if the rows have no padding.
     """
     screen.title("The first rows of the run")
+    # Preference data has the kind of each answer of a row, and may have margins.
     kinds = batch.get("segment_kinds")
     margins = batch.get("margins")
-    screen.line(format_caption(screen.is_coloured, kinds is not None))
+    screen.line(format_legend(screen.is_coloured, has_answers=kinds is not None))
     positions = batch.get("position_ids")
     for row, (input_ids, labels) in enumerate(
         zip(batch["input_ids"].numpy(), batch["shift_labels"].numpy(), strict=True)
     ):
-        own = None if positions is None else positions[row].numpy()
-        runs, padding = split_row(input_ids, labels, own, tokenizer.eos_token_id, pad_id)
-        counted = int((labels != IGNORE_INDEX).sum())
-        screen.title(f"row {row + 1}: {counted:,} of {len(labels):,} tokens count in the loss")
+        position_ids = None if positions is None else positions[row].numpy()
+        runs, padding = split_row(input_ids, labels, position_ids, tokenizer.eos_token_id, pad_id)
+        num_targets = int((labels != IGNORE_INDEX).sum())
+        screen.title(f"row {row + 1}: {num_targets:,} of {len(labels):,} tokens count in the loss")
         answers: list[tuple[int, float]] = []
         if kinds is not None:
-            better = [0.0] * kinds.shape[1] if margins is None else margins[row].tolist()
-            answers = list(zip(kinds[row].tolist(), better, strict=True))
+            row_margins = [0.0] * kinds.shape[1] if margins is None else margins[row].tolist()
+            answers = list(zip(kinds[row].tolist(), row_margins, strict=True))
         screen.line(format_row(runs, padding, tokenizer, screen.is_coloured, answers))
 
 
@@ -175,8 +200,11 @@ class TokenRun:
     """Consecutive tokens of one document that all count in the loss, or all do not."""
 
     ids: list[int]
+    """Token ids."""
     in_loss: bool
+    """Whether the tokens count in the loss."""
     document: int
+    """Number of the document in its row: from 1, or from 0 if the row has no position ids."""
 
 
 def split_row(
@@ -199,28 +227,44 @@ def split_row(
         pad_id: Id of the padding token; `None` if there is no padding.
     """
     in_loss = np.concatenate([[False], labels != IGNORE_INDEX])  # (T + 1,)
-    ids = np.append(input_ids, labels[-1])
-    size = len(ids) if in_loss[-1] else len(ids) - 1
-    real = np.flatnonzero((ids[:size] != pad_id) | in_loss[:size])
-    filled = int(real[-1]) + 1 if len(real) else 0
-    if position_ids is not None and filled < size:
-        # The padding token may also end documents. Padding starts at position 0, and an end does not.
-        begins = np.flatnonzero(position_ids[filled:] == 0)
-        filled = filled + int(begins[0]) if len(begins) else size
-    padding = size - filled
-    size = filled
-    starts = np.zeros(len(ids), dtype=bool)
+    ids = np.append(input_ids, labels[-1])  # (T + 1,)
+    num_ids = len(ids) if in_loss[-1] else len(ids) - 1
+    num_filled = _count_filled(ids[:num_ids], in_loss[:num_ids], position_ids, pad_id)
+    is_start = np.zeros(len(ids), dtype=bool)
     if position_ids is None:
-        starts[1:] = input_ids == end_id
+        is_start[1:] = input_ids == end_id
     else:
-        starts[:-1] = position_ids == 0
-    documents = np.cumsum(starts[:size])
-    marked = zip(ids[:size].tolist(), in_loss[:size].tolist(), documents.tolist(), strict=True)
+        is_start[:-1] = position_ids == 0
+    documents = np.cumsum(is_start[:num_filled])
+    marked = zip(ids[:num_filled].tolist(), in_loss[:num_filled].tolist(), documents.tolist(), strict=True)
     runs = [
         TokenRun([token for token, _, _ in group], bool(key[0]), int(key[1]))
         for key, group in groupby(marked, key=lambda entry: entry[1:])
     ]
-    return runs, padding
+    return runs, num_ids - num_filled
+
+
+def _count_filled(
+    ids: NDArray[np.int64],
+    in_loss: NDArray[np.bool_],
+    position_ids: NDArray[np.int64] | None,
+    pad_id: int | None,
+) -> int:
+    """Return the number of positions before the padding at the end of a row.
+
+    Args:
+        ids: Token ids of the row; if the target of its last position counts in the loss, also that one.
+        in_loss: Whether each of the `ids` counts in the loss.
+        position_ids: Positions within documents; `None` if unknown.
+        pad_id: Id of the padding token; `None` if there is no padding.
+    """
+    not_padding = np.flatnonzero((ids != pad_id) | in_loss)
+    num_filled = int(not_padding[-1]) + 1 if len(not_padding) else 0
+    if position_ids is None or num_filled == len(ids):
+        return num_filled
+    # The padding token may also end documents. Padding starts at position 0, and the end of one does not.
+    starts = np.flatnonzero(position_ids[num_filled:] == 0)
+    return num_filled + int(starts[0]) if len(starts) else len(ids)
 
 
 def format_row(
@@ -232,67 +276,93 @@ def format_row(
 ) -> Text:
     """Return a row's text with tokens in the loss in colour, or in double brackets without colours.
 
+    At most MAX_TOKENS_SHOWN tokens are shown.
+
     Args:
         runs: Runs of the row.
         padding: Number of padded positions.
         tokenizer: Tokenizer that decodes the ids.
         is_coloured: Whether to mark tokens by colour.
-        answers: (kind, margin) of each document of preference data; a kind has its own colour. Empty for
-            other data.
+        answers: (kind, margin) of each document of preference data, which is an answer. The colour of an
+            answer depends on its kind. Empty for other data.
     """
     text = Text()
-    left = MAX_TOKENS
+    tokens_left = MAX_TOKENS_SHOWN
     for number, run in enumerate(runs):
         kind, margin = answers[run.document - 1] if answers else (CHOSEN, 0.0)
-        is_new = number == 0 or run.document != runs[number - 1].document
-        if is_new and answers:
-            better = f", better by {margin:g}" if margin else ""
-            text.append(f"{chr(10) * (number > 0)}--- {KIND_NAMES[kind]}{better} ---\n", MARK)
-        elif is_new and number:
-            text.append("\n--- next document ---\n", MARK)
-        words = escape_unprintable(tokenizer.decode(run.ids[:left]))
-        bracketed = run.in_loss and not is_coloured
-        text.append(
-            f"{OPEN}{words}{CLOSE}" if bracketed else words, STYLE_OF_KIND[kind] if run.in_loss else CONTEXT
-        )
-        left -= len(run.ids)
-        if left <= 0:
-            rest = sum(len(other.ids) for other in runs) - MAX_TOKENS
-            text.append(f"\n--- {rest:,} more tokens ---" if rest else "", MARK)
+        is_first_run = number == 0
+        is_new_document = is_first_run or run.document != runs[number - 1].document
+        if is_new_document and not is_first_run:
+            text.append("\n")
+        if is_new_document and answers:
+            better_by = f", better by {margin:g}" if margin else ""
+            text.append(f"--- {KIND_NAMES[kind]}{better_by} ---\n", MARKER_STYLE)
+        elif is_new_document and not is_first_run:
+            text.append("--- next document ---\n", MARKER_STYLE)
+        decoded = escape_unprintable(tokenizer.decode(run.ids[:tokens_left]))
+        if run.in_loss and not is_coloured:
+            decoded = f"{OPEN}{decoded}{CLOSE}"
+        text.append(decoded, ANSWER_STYLES[kind] if run.in_loss else CONTEXT_STYLE)
+        tokens_left -= len(run.ids)
+        if tokens_left <= 0:
+            num_hidden = sum(len(other.ids) for other in runs) - MAX_TOKENS_SHOWN
+            if num_hidden:
+                text.append(f"\n--- {num_hidden:,} more tokens ---", MARKER_STYLE)
             break
     if padding:
-        text.append(f"\n--- padding: {padding:,} of the row's places ---", MARK)
+        text.append(f"\n--- padding: {padding:,} position{'s' * (padding > 1)} ---", MARKER_STYLE)
     return text
 
 
-def format_caption(is_coloured: bool, are_answers: bool = False) -> Text:
-    """Return the legend of rows that `format_row` returns."""
-    if is_coloured and are_answers:
-        named = [part for kind, name in KIND_NAMES.items() for part in ((name, STYLE_OF_KIND[kind]), ", ")]
-        return Text.assemble("answers: ", *named, ("context", CONTEXT))
+def format_legend(is_coloured: bool, *, has_answers: bool) -> Text:
+    """Return the legend of rows that `format_row` returns; `has_answers` for rows of preference data."""
+    if is_coloured and has_answers:
+        legend = Text("answers: ")
+        for kind, name in KIND_NAMES.items():
+            legend.append(name, ANSWER_STYLES[kind])
+            legend.append(", ")
+        return legend.append("context", CONTEXT_STYLE)
     if is_coloured:
-        return Text.assemble(("in the loss", IN_LOSS), ", ", ("context", CONTEXT))
-    return Text(f"in the loss: {OPEN}in double brackets{CLOSE}; the rest is context")
+        return Text.assemble(("in the loss", LOSS_STYLE), ", ", ("context", CONTEXT_STYLE))
+    return Text(f"tokens in the loss are {OPEN}in double brackets{CLOSE}; the rest is context")
 
 
-MAX_CLASSES = 30  # number of classes that are shown
+MAX_CLASSES_SHOWN = 30
 
 
 def show_classes(screen: Screen, train: Any, held_out: Sequence[Any]) -> None:
-    """Show the number of images of each class, counted in the `labels` (N,) of the data sets."""
+    """Show the number of training and held-out images of the largest classes.
+
+    Args:
+        screen: Console to print to.
+        train: Training images. It has the class of each in `labels` (N,), and may have `class_names`.
+        held_out: Data sets of held-out images, with `labels` (N,).
+    """
     names = read_class_names(train)
-    counts = _counts(train.labels, len(names))
-    others = sum((_counts(dataset.labels, len(names)) for dataset in held_out), np.zeros_like(counts))
-    screen.title(f"{counts.sum():,} training images, {others.sum():,} held out, {len(names):,} classes")
-    order = np.argsort(-counts, kind="stable")[:MAX_CLASSES].tolist()
-    if len(names) > MAX_CLASSES:
-        screen.line(f"the {MAX_CLASSES} largest classes")
-    rows = [(names[number], f"{counts[number]:,}", f"{others[number]:,}") for number in order]
+    train_counts = _count_labels(train.labels, len(names))
+    held_out_counts = np.zeros_like(train_counts)
+    for dataset in held_out:
+        held_out_counts += _count_labels(dataset.labels, len(names))
+    screen.title(
+        f"{train_counts.sum():,} training images, {held_out_counts.sum():,} held out, {len(names):,} classes"
+    )
+    largest = np.argsort(-train_counts, kind="stable")[:MAX_CLASSES_SHOWN].tolist()
+    if len(names) > MAX_CLASSES_SHOWN:
+        screen.line(f"the {MAX_CLASSES_SHOWN} largest classes")
+    rows = [(names[label], f"{train_counts[label]:,}", f"{held_out_counts[label]:,}") for label in largest]
     screen.table(("class", "training images", "held out"), rows)
 
 
 def show_shared_images(screen: Screen, train: Any, held_out: Mapping[str, Any]) -> None:
-    """Show the number of held-out image files that are also trained on, compared by size and last bytes."""
+    """Show the number of held-out image files that are also trained on.
+
+    Files count as equal if their hashes of size and last bytes are equal.
+
+    Args:
+        screen: Console to print to.
+        train: Training images.
+        held_out: Data sets of held-out images, by name.
+    """
     trained = np.sort(train.images.hashes()[train.rows])
     for name, dataset in held_out.items():
         hashes = np.sort(dataset.images.hashes()[dataset.rows])
@@ -301,10 +371,11 @@ def show_shared_images(screen: Screen, train: Any, held_out: Mapping[str, Any]) 
 
 
 def read_class_names(dataset: Any) -> tuple[str, ...]:
-    """Return the names of the classes, or their numbers if they have none."""
+    """Return the names of the classes of an image data set, or their numbers if they have no names."""
     names = getattr(dataset, "class_names", None)
     return names or tuple(str(number) for number in range(int(np.asarray(dataset.labels).max()) + 1))
 
 
-def _counts(labels: Any, length: int) -> NDArray[np.int64]:
-    return np.bincount(np.asarray(labels), minlength=length)
+def _count_labels(labels: Any, num_classes: int) -> NDArray[np.int64]:
+    """Return the number of samples of each class."""
+    return np.bincount(np.asarray(labels), minlength=num_classes)

@@ -137,7 +137,7 @@ def test_a_row_reads_with_and_without_colours():
     labels = np.array([7, -100, 8, END, -100, -100])
     runs, padding = split_row(np.array([5, 7, 6, 8, END, PAD]), labels, None, END, PAD)
     plain = format_row(runs, padding, Words(), is_coloured=False).plain
-    assert plain == "5⟦7⟧6⟦8 1⟧\n--- padding: 1 of the row's places ---"
+    assert plain == "5⟦7⟧6⟦8 1⟧\n--- padding: 1 position ---"
     coloured = format_row(runs, padding, Words(), is_coloured=True)
     assert "⟦" not in coloured.plain
     buffer = io.StringIO()
