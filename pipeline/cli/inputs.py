@@ -14,6 +14,9 @@ from pipeline.config.settings import load_settings
 from pipeline.errors import PipelineError
 from pipeline.planner.shapes import check_pretrained
 
+PATH_OR_NAME = "a path, or the name of a shipped file"
+"""Help text of options that take a file."""
+
 
 class ParagraphHelpFormatter(argparse.HelpFormatter):
     """Help formatter that wraps the paragraphs of a description or epilog, and keeps indented lines.
@@ -38,7 +41,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="RECIPE.yaml",
         required=True,
-        help="recipe; a path, or the name of a shipped file",
+        help=f"recipe; {PATH_OR_NAME}",
     )
     add_overrides(parser, "recipe keys, such as data.sequence_length=512")
 

@@ -1,4 +1,7 @@
-"""Command `python -m pipeline plan`: estimates memory, time and disk of a run before it starts."""
+"""Command `python -m pipeline plan`: estimates memory, time and disk of a run before it starts.
+
+In this file an estimate is a `Forecast`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli.inputs import add_overrides
+from pipeline.cli.inputs import PATH_OR_NAME, ParagraphHelpFormatter, add_overrides
 from pipeline.config.command_lines import Word, format_shell_line, format_train_command
 from pipeline.config.settings import Settings, load_settings
 from pipeline.config.shipped import DEFAULT_RECIPE, LAUNCH
@@ -31,110 +34,139 @@ from pipeline.planner.model import ModelSpec
 from pipeline.planner.shapes import read_model_spec
 from pipeline.planner.timing import TIME_TOLERANCE
 
-MAX_CHANGES = 12
+MAX_CHANGES = 12  # number of changes that are listed if a run does not fit
+MAX_COUNT = 9_999_999  # largest number of GPUs, machines or tokens that an option takes
+LABEL_WIDTH = 35  # characters of a line before the number; the longest name has 33
 
 
-def format_summary(found: Forecast) -> Iterator[str]:
+def format_summary(estimate: Forecast) -> Iterator[str]:
     """Yield lines on model, split, batch, host memory, disk and time of the run."""
-    model = found.model
-    resolved = found.resolved
-    place = found.hardware
-    trained = "" if model.trained == model.numel else f", {model.trained / model.numel:.2%} of them trained"
+    model = estimate.model
+    resolved = estimate.resolved
+    hardware = estimate.hardware
+    is_partly_trained = model.trained != model.numel
+    trained = f", {model.trained / model.numel:.2%} of them trained" if is_partly_trained else ""
     yield f"model   {model.name}, {model.numel:,} parameters{trained}"
-    yield f"split   {resolved.split}; {place}"
+    yield f"split   {resolved.split}; {hardware}"
     yield f"batch   {resolved.batch_plan}"
-    host = f"host    {found.host_bytes / GIB:.1f} GiB of a machine's memory"
-    if place.host_memory:
-        host += f" of {place.host_memory / GIB:.1f}{' (assumed)' * place.assumes_host}"
-    yield host
-    nvme = found.memory.states.disk.total * found.ranks_per_node
-    swapped = f"; {nvme / GIB:.1f} GiB of a machine's NVMe" if nvme else ""
-    one = found.checkpoint_bytes / GIB
-    together = found.disk_bytes / GIB
-    yield f"disk    {one:.1f} GiB per checkpoint, {together:.1f} GiB in all{swapped}"
-    if found.hours is not None:
-        low, high = (
-            format_duration(found.hours * 3600 * part) for part in (1 - TIME_TOLERANCE, 1 + TIME_TOLERANCE)
-        )
-        money = "" if found.cost is None else f", costs about {found.cost:,.2f}"
-        yield f"run     {found.config.max_steps:,} steps in {low} to {high}{money}"
+    host = f"{estimate.host_bytes / GIB:.1f}"
+    assumed = ""
+    if hardware.host_memory:
+        host += f" of {hardware.host_memory / GIB:.1f}"
+        assumed = " (assumed)" if hardware.assumes_host else ""
+    yield f"host    {host} GiB of a machine's memory{assumed}"
+    nvme_bytes = estimate.memory.states.disk.total * estimate.ranks_per_node
+    nvme = f"; {nvme_bytes / GIB:.1f} GiB of a machine's NVMe" if nvme_bytes else ""
+    checkpoint = estimate.checkpoint_bytes / GIB
+    all_checkpoints = estimate.disk_bytes / GIB
+    yield f"disk    {checkpoint:.1f} GiB per checkpoint, at most {all_checkpoints:.1f} GiB for all{nvme}"
+    if estimate.hours is not None:
+        seconds = estimate.hours * 3600
+        shortest = format_duration(seconds * (1 - TIME_TOLERANCE))
+        longest = format_duration(seconds * (1 + TIME_TOLERANCE))
+        cost = "" if estimate.cost is None else f", costs about {estimate.cost:,.2f}"
+        yield f"run     {estimate.config.max_steps:,} steps in {shortest} to {longest}{cost}"
 
 
-def format_memory_rows(found: Forecast) -> Iterator[str]:
-    """Yield one line for each part at its own peak, then the peak of all and the device's memory."""
-    memory = found.memory
+def format_memory_rows(estimate: Forecast) -> Iterator[str]:
+    """Yield a line for each part of a rank's memory, then the peak and the memory of the device.
+
+    The parts add up to more than the peak, since each is shown at its own peak.
+    """
+    memory = estimate.memory
     for name, num_bytes in memory.parts.items():
         if num_bytes:
-            yield f"  {name:<28}{num_bytes / GIB:9.2f} GiB"
-    yield f"  {f'peak, in the {memory.peak_phase}':<28}{found.peak / GIB:9.2f} GiB"
-    sign = "fits" if found.fits else "whether it fits is not known"
-    if lacking := found.lacking:
-        sign = "does not fit" if lacking == "memory" else f"does not fit: {lacking}"
-    there = found.hardware.memory
-    yield f"  {'there is':<28}{there / GIB:9.2f} GiB  {found.peak / there:.0%}: {sign}"
+            yield f"  {name:<{LABEL_WIDTH}}{num_bytes / GIB:9.2f} GiB"
+    yield f"  {f'peak, in the {memory.peak_phase}':<{LABEL_WIDTH}}{estimate.peak / GIB:9.2f} GiB"
+    available = estimate.hardware.memory
+    verdict = f"{estimate.peak / available:.0%}: {_format_verdict(estimate)}"
+    yield f"  {'memory of the device':<{LABEL_WIDTH}}{available / GIB:9.2f} GiB  {verdict}"
+
+
+def _format_verdict(estimate: Forecast) -> str:
+    """Return whether the run fits and, if something else than the device's memory is short, what it is."""
+    if estimate.lacking == "memory":
+        return "does not fit"
+    if estimate.lacking:
+        return f"does not fit: {estimate.lacking}"
+    return "fits" if estimate.fits else "whether it fits is not known"
 
 
 def format_range(value: float) -> str:
-    """Write a time or a speed as the range in which it is expected."""
+    """Return a time or a speed as the range in which it is expected."""
     digits = 2 if value >= 1 else 4
     if value >= 100:
         digits = 0
     return f"{value * (1 - TIME_TOLERANCE):,.{digits}f} to {value * (1 + TIME_TOLERANCE):,.{digits}f}"
 
 
-def format_time_rows(found: Forecast) -> list[tuple[str, str]]:
-    """Return name and seconds of each part of a step, then the step's time, throughput and MFU."""
-    time = found.time
-    assert time is not None
-    rows = [(name, f"{seconds:.3f}") for name, seconds in time.parts.items() if seconds > 5e-4]
-    rows.append(("a step", format_range(time.seconds)))
-    rows.append(("tokens a second", format_range(time.tokens_per_second)))
-    if found.mfu is not None:
-        low, high = (100 * found.mfu * part for part in (1 - TIME_TOLERANCE, 1 + TIME_TOLERANCE))
-        rows.append(("MFU", f"{low:.0f} to {high:.0f} %"))
-    return rows
+def format_time_rows(estimate: Forecast) -> Iterator[str]:
+    """Yield a line for the seconds of each part of a step, then the step's time, throughput and MFU.
+
+    Yields nothing if the time is not known.
+    """
+    time = estimate.time
+    if time is None:
+        return
+    rows = [(name, f"{seconds:.3f} s") for name, seconds in time.parts.items() if seconds > 5e-4]
+    rows.append(("a step", f"{format_range(time.seconds)} s"))
+    rows.append(("tokens per second", format_range(time.tokens_per_second)))
+    if estimate.mfu is not None:
+        lowest = 100 * estimate.mfu * (1 - TIME_TOLERANCE)
+        highest = 100 * estimate.mfu * (1 + TIME_TOLERANCE)
+        rows.append(("MFU", f"{lowest:.0f} to {highest:.0f} %"))
+    for name, value in rows:
+        yield f"  {name:<{LABEL_WIDTH}}{value}"
 
 
-def convert_to_json(found: Forecast, changes: Sequence[ConfigChange] = ()) -> dict[str, Any]:
-    """Return a plan as a JSON object, with bytes and seconds as numbers."""
-    time = found.time
-    batch = found.resolved.batch_plan
-    memory = found.memory
+def convert_to_json(estimate: Forecast, changes: Sequence[ConfigChange] = ()) -> dict[str, Any]:
+    """Return a plan as a JSON object, with bytes and seconds as numbers.
+
+    Args:
+        estimate: Forecast of the run.
+        changes: Changes that help if the run does not fit.
+    """
+    time = estimate.time
+    batch = estimate.resolved.batch_plan
+    memory = estimate.memory
     return {
-        "model": {"name": found.model.name, "parameters": found.model.numel},
-        "split": str(found.resolved.split),
+        "model": {"name": estimate.model.name, "parameters": estimate.model.numel},
+        "split": str(estimate.resolved.split),
         "batch": asdict(batch) | {"global_batch_size": batch.global_batch_size},
-        "place": str(found.hardware),
+        "place": str(estimate.hardware),
         "memory": {
             "parts_bytes": memory.parts,
-            "peak_bytes": found.peak,
-            "there_bytes": found.hardware.memory,
+            "peak_bytes": estimate.peak,
+            "there_bytes": estimate.hardware.memory,
         },
-        "fits": found.fits,
-        "lacking": found.lacking,
-        "host_bytes": found.host_bytes,
-        "host_there_bytes": found.hardware.host_memory,
-        "checkpoint_bytes": found.checkpoint_bytes,
-        "disk_bytes": found.disk_bytes,
+        "fits": estimate.fits,
+        "lacking": estimate.lacking,
+        "host_bytes": estimate.host_bytes,
+        "host_there_bytes": estimate.hardware.host_memory,
+        "checkpoint_bytes": estimate.checkpoint_bytes,
+        "disk_bytes": estimate.disk_bytes,
         "time": time
         and {
             "parts_seconds": time.parts,
             "seconds": time.seconds,
             "tokens_per_second": time.tokens_per_second,
             "may_be_off_by": TIME_TOLERANCE,
-            "mfu": found.mfu,
+            "mfu": estimate.mfu,
         },
-        "run": {"hours": found.hours, "cost": found.cost},
-        "remarks": list(found.remarks()),
-        "changes": [asdict(each) for each in changes],
+        "run": {"hours": estimate.hours, "cost": estimate.cost},
+        "remarks": list(estimate.remarks()),
+        "changes": [asdict(change) for change in changes],
     }
 
 
 HELP = "estimate memory, time and disk of a run without a GPU, and what to change"
 DESCRIPTION = """\
-Estimates a run before it starts: memory of the rank that needs most and time of a step, both by part, host
-memory and disk. If the run does not fit, lists changes that help. Reads no weights and needs no GPU."""
+Estimate a run before it starts: the memory of the rank that needs most and the time of a step, both by part,
+host memory and disk. If the run does not fit, list changes that help. The command reads no weights and needs
+no GPU."""
 EPILOG = """\
+Examples:
+
   ds-pipeline plan --config RECIPE.yaml --deepspeed zero3 --gpu h100 --gpus 8
   ds-pipeline plan --config RECIPE.yaml --gpu a100 --gpus 8 --nodes 2 --suggest
 """
@@ -144,35 +176,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    recipe = f"recipe (default: {DEFAULT_RECIPE.stem})"
+    parser.formatter_class = ParagraphHelpFormatter
+    recipe = f"recipe; {PATH_OR_NAME} (default: {DEFAULT_RECIPE.stem})"
     parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", help=recipe)
-    parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help="split and precision")
-    parser.add_argument("--gpu", metavar="NAME", help="h100, a100-40, 4090, ... (default: this machine's)")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU")
-    gpus = "GPUs per machine (default: 1)"
+    split = f"split and precision; {PATH_OR_NAME}"
+    parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help=split)
+    gpu = "kind of GPU: h100, a100-40, 4090, ... (default: this machine's)"
+    parser.add_argument("--gpu", metavar="NAME", help=gpu)
+    gpu_memory = "memory of one GPU, if it is of no known kind or has another size"
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help=gpu_memory)
+    gpus = "number of GPUs per machine (default: 1)"
     parser.add_argument("--gpus", type=_parse_count, metavar="N", default=1, help=gpus)
-    parser.add_argument("--nodes", type=_parse_count, metavar="N", default=1, help="machines (default: 1)")
-    network = "Gbit/s of each GPU's network card between machines (default: what vendors build in)"
+    nodes = "number of machines (default: 1)"
+    parser.add_argument("--nodes", type=_parse_count, metavar="N", default=1, help=nodes)
+    network = "Gbit/s of each GPU's network card between machines (default: as in the vendor's machines)"
     parser.add_argument("--network", type=float, metavar="GBIT", help=network)
     host = "host memory of one machine (default: what machines with such GPUs usually have)"
     parser.add_argument("--host-memory", type=float, metavar="GIB", help=host)
-    documents = "average length of the document that a token is in, if rows are packed (default: 2048)"
+    documents = "tokens of the document that a token is in, on average, if rows are packed (default: 2048)"
     parser.add_argument("--document-tokens", type=_parse_count, metavar="N", help=documents)
-    asked = parser.add_mutually_exclusive_group()
-    suggested = "find the simplest split that fits, and print the command to train with it"
-    asked.add_argument("--suggest", action="store_true", help=suggested)
-    asked.add_argument("--longest", action="store_true", help="find the longest sequence that fits")
-    largest = "find the largest micro-batch, and the largest number of blocks of this width, that fit"
-    asked.add_argument("--largest", action="store_true", help=largest)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--no-color", action="store_true", help="plain text")
+    searches = parser.add_mutually_exclusive_group()
+    suggest = "find the simplest split that fits, and print the command to train with it"
+    searches.add_argument("--suggest", action="store_true", help=suggest)
+    longest = "find the longest sequence that fits"
+    searches.add_argument("--longest", action="store_true", help=longest)
+    largest = "find the largest micro-batch that fits, and the largest number of blocks of the recipe's width"
+    searches.add_argument("--largest", action="store_true", help=largest)
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    parser.add_argument("--no-color", action="store_true", help="print without colours and bold type")
     add_overrides(parser, "recipe keys and, with ds., DeepSpeed keys, as for train")
 
 
 def _parse_count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 7 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no positive number")
+    """Return the number from 1 to MAX_COUNT that an option has.
+
+    Raises:
+        ArgumentTypeError: The text is no such number.
+    """
+    has_digits = text.isdecimal() and len(text) <= len(str(MAX_COUNT))
+    if not has_digits or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text[:20]!r}, expected a number from 1 to {MAX_COUNT:,}")
     return int(text)
 
 
@@ -180,47 +223,50 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the plan, the suggested split or the limits that the arguments ask for.
 
     Raises:
-        ConfigError, ModelError: The settings are invalid, or nothing fits.
+        ConfigError, ModelError: The settings are invalid, or `--suggest` finds no split that fits.
     """
-    settings, place = read_inputs(arguments)
+    settings, hardware = read_inputs(arguments)
     model = _read_model(settings)
     if arguments.longest or arguments.largest:
-        reached = find_limits(settings, model, place, arguments.longest)
+        limits = find_limits(settings, model, hardware, arguments.longest)
         if arguments.json:
-            print(json.dumps({name: _convert_limit(limit) for name, limit in reached.items()}, indent=2))
+            print(json.dumps({name: _convert_limit(limit) for name, limit in limits.items()}, indent=2))
             return
-        for name, limit in reached.items():
-            print(f"{name:<20}  {_format_limit(limit, place)}")
+        for name, limit in limits.items():
+            print(f"{name:<20}  {_format_limit(limit, hardware)}")
         return
-    extra: dict[str, Any] = {}
+    suggested: dict[str, Any] = {}
     changes: list[ConfigChange] = []
     if arguments.suggest:
-        suggestion = suggest_split(settings, model, place)
+        suggestion = suggest_split(settings, model, hardware)
         assert suggestion.forecast is not None
-        found = suggestion.forecast
-        extra = {"overrides": suggestion.words, "command": format_command(settings, place, suggestion)}
+        estimate = suggestion.forecast
+        command = format_command(settings, hardware, suggestion)
+        suggested = {"overrides": suggestion.words, "command": command}
     else:
-        found, changes = plan_run(settings, model, place)
+        estimate, changes = plan_run(settings, model, hardware)
     if arguments.json:
-        print(json.dumps(convert_to_json(found, changes) | extra, indent=2))
+        print(json.dumps(convert_to_json(estimate, changes) | suggested, indent=2))
         return
-    _show(found, changes, arguments.no_color)
+    _print_plan(estimate, changes, arguments.no_color)
     if arguments.suggest:
-        print(f"\nThe simplest split that fits. To train with it: {extra['command']}")
+        print(f"\nThis is the simplest split that fits. To train with it: {suggested['command']}")
 
 
-def _show(found: Forecast, changes: Sequence[ConfigChange], no_color: bool) -> None:
+def _print_plan(estimate: Forecast, changes: Sequence[ConfigChange], no_color: bool) -> None:
+    """Print the plan of a run; `changes` are those that help if it does not fit."""
     from pipeline.cli.screen import Screen
 
     screen = Screen(no_color)
-    for line in format_summary(found):
+    for line in format_summary(estimate):
         screen.line(line)
     screen.title("Memory of the fullest rank")
-    for line in (*format_memory_rows(found), *(f"  {remark}" for remark in found.remarks())):
+    for line in (*format_memory_rows(estimate), *(f"  {remark}" for remark in estimate.remarks())):
         screen.line(line)
-    if found.time is not None:
-        screen.title("A step")
-        screen.table(("", "seconds"), format_time_rows(found))
+    if estimate.time is not None:
+        screen.title("Time of a step")
+        for line in format_time_rows(estimate):
+            screen.line(line)
     if changes:
         screen.title("Changes that help: append one to the command")
         for change in changes:
@@ -228,14 +274,18 @@ def _show(found: Forecast, changes: Sequence[ConfigChange], no_color: bool) -> N
 
 
 def read_inputs(arguments: argparse.Namespace) -> tuple[Settings, PlannedHardware]:
-    """Return the settings and the hardware that the command line names."""
+    """Return the settings and the hardware that the command line names.
+
+    Raises:
+        ConfigError: The recipe, the JSON, an override or an option is invalid.
+    """
     settings = load_settings(
         arguments.config,
         arguments.deepspeed,
         arguments.overrides,
         import_paths=not arguments.no_import_paths,
     )
-    place = resolve_hardware(
+    hardware = resolve_hardware(
         arguments.gpu,
         arguments.gpu_memory,
         per_node=arguments.gpus,
@@ -244,12 +294,16 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[Settings, PlannedHardwar
         host_memory_gib=arguments.host_memory,
         document_tokens=arguments.document_tokens,
     )
-    return settings, place
+    return settings, hardware
 
 
 def _read_model(settings: Settings) -> ModelSpec:
+    """Return the sizes of the model, from its configuration if that is enough.
+
+    Otherwise the model is built, which imports torch.
+    """
     model = read_model_spec(settings.config)
-    if model is None:  # the model has to be built to be known
+    if model is None:
         from pipeline.models.sizes import measure_recipe
 
         model = measure_recipe(settings.config)
@@ -257,59 +311,81 @@ def _read_model(settings: Settings) -> ModelSpec:
 
 
 def plan_run(
-    settings: Settings, model: ModelSpec, place: PlannedHardware
+    settings: Settings, model: ModelSpec, hardware: PlannedHardware
 ) -> tuple[Forecast, list[ConfigChange]]:
-    """Return the forecast of a run and, if it does not fit, changes that help."""
-    settings = _resolve_micro_batch(settings, model, place)
-    found = forecast(settings, model, place)
+    """Return the forecast of a run and, if it does not fit, changes that help.
 
-    def at(changed: Settings) -> Forecast:
-        shaping = ("model", "adapter", "data")
-        is_same = all(getattr(changed.config, key) == getattr(settings.config, key) for key in shaping)
-        known = model if is_same else _read_model(changed)
-        return forecast(_resolve_micro_batch(changed, known, place), known, place)
+    Args:
+        settings: Settings of the run.
+        model: Sizes of the model.
+        hardware: Hardware of the run.
 
-    if found.fits is not False:
-        return found, []
-    changes = sort_by_memory_gain(price_changes(settings, found, at), found)
-    if found.lacking.startswith("host memory"):  # memory saved on a GPU frees no host memory
-        changes = [each for each in changes if each.fits]
-    return found, changes[:MAX_CHANGES]
+    Returns:
+        The changes are empty if the run fits, or if that is not known.
+    """
+    settings = _resolve_micro_batch(settings, model, hardware)
+    estimate = forecast(settings, model, hardware)
+
+    def forecast_changed(changed: Settings) -> Forecast:
+        sections = ("model", "adapter", "data")  # the model's sizes depend on these
+        is_same = all(getattr(changed.config, name) == getattr(settings.config, name) for name in sections)
+        changed_model = model if is_same else _read_model(changed)
+        resolved = _resolve_micro_batch(changed, changed_model, hardware)
+        return forecast(resolved, changed_model, hardware)
+
+    may_fit = estimate.fits is not False
+    if may_fit:
+        return estimate, []
+    changes = sort_by_memory_gain(price_changes(settings, estimate, forecast_changed), estimate)
+    if estimate.lacking.startswith("host memory"):  # memory saved on a GPU frees no host memory
+        changes = [change for change in changes if change.fits]
+    return estimate, changes[:MAX_CHANGES]
 
 
-def _resolve_micro_batch(settings: Settings, model: ModelSpec, place: PlannedHardware) -> Settings:
+def _resolve_micro_batch(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> Settings:
     """Return the settings with the largest micro-batch that is expected to fit in place of `auto`."""
-    resolved = settings.resolve(place.ranks, place.device)
+    resolved = settings.resolve(hardware.ranks, hardware.device)
     if not resolved.batch_plan.is_provisional:
         return settings
-    return settings.with_micro_batch_size(choose_auto_micro_batch(settings.config, resolved, model, place))
+    return settings.with_micro_batch_size(choose_auto_micro_batch(settings.config, resolved, model, hardware))
 
 
-def format_command(settings: Settings, place: PlannedHardware, suggestion: SearchResult) -> str:
-    """Return the command that trains with the suggested split."""
+def format_command(settings: Settings, hardware: PlannedHardware, suggestion: SearchResult) -> str:
+    """Return the command that trains with the suggested split.
+
+    It keeps the overrides that the user typed, except those of the JSON, which the suggested JSON replaces.
+    """
+    typed = [override for override in settings.overrides if not override.startswith("ds.")]
+    json_option = suggestion.words[:2]  # --deepspeed FILE
+    overrides = suggestion.words[2:]
     # The last override of a key wins, so the suggested ones follow those that the user typed.
-    typed = [each for each in settings.overrides if not each.startswith("ds.")]
-    file = suggestion.words[:2]
-    others = suggestion.words[2:]
-    words: tuple[Word, ...] = ("--config", settings.recipe_path, *file, *typed, *others)
-    if place.nodes > 1:
+    words: tuple[Word, ...] = ("--config", settings.recipe_path, *json_option, *typed, *overrides)
+    if hardware.nodes > 1:
         return format_shell_line(LAUNCH / "multi_node.sh", "HOSTFILE", *words)
-    return format_train_command(place.per_node, *words)
+    return format_train_command(hardware.per_node, *words)
 
 
 def find_limits(
-    settings: Settings, model: ModelSpec, place: PlannedHardware, longest: bool
+    settings: Settings, model: ModelSpec, hardware: PlannedHardware, longest: bool
 ) -> dict[str, SearchResult]:
-    """Return the largest runs by name: the longest sequence, or else micro-batch and model."""
+    """Return the largest runs that fit, by what is largest in them.
+
+    Args:
+        settings: Settings of the run.
+        model: Sizes of the model.
+        hardware: Hardware of the run.
+        longest: Whether to find the longest sequence; otherwise the largest micro-batch and model.
+    """
     if longest:
-        return {"longest sequence": find_longest_sequence(settings, model, place)}
+        return {"longest sequence": find_longest_sequence(settings, model, hardware)}
     return {
-        "largest micro-batch": find_largest_micro_batch(settings, model, place),
-        "largest model": find_largest_model(settings, model, place),
+        "largest micro-batch": find_largest_micro_batch(settings, model, hardware),
+        "largest model": find_largest_model(settings, model, hardware),
     }
 
 
 def _convert_limit(limit: SearchResult) -> dict[str, Any]:
+    """Return the largest run as a JSON object."""
     return {
         "overrides": limit.words,
         "stops": limit.stop_reason,
@@ -317,10 +393,11 @@ def _convert_limit(limit: SearchResult) -> dict[str, Any]:
     }
 
 
-def _format_limit(limit: SearchResult, place: PlannedHardware) -> str:
-    found = limit.forecast
-    if found is None:
-        return f"none fits on {place}" if limit.stop_reason == "memory" else f"none: {limit.stop_reason}"
-    size = f"{found.model.numel:,} parameters, {found.peak / GIB:.1f} GiB"
-    stops = "" if limit.stop_reason == "memory" else f"; {limit.stop_reason}"
-    return f"{shlex.join(limit.words)}   ({size}{stops})"
+def _format_limit(limit: SearchResult, hardware: PlannedHardware) -> str:
+    """Return the words for the largest run, with its sizes and what ends the search if not memory."""
+    estimate = limit.forecast
+    if estimate is None:
+        return f"none fits on {hardware}" if limit.stop_reason == "memory" else f"none: {limit.stop_reason}"
+    size = f"{estimate.model.numel:,} parameters, {estimate.peak / GIB:.1f} GiB"
+    stop_reason = "" if limit.stop_reason == "memory" else f"; {limit.stop_reason}"
+    return f"{shlex.join(limit.words)}   ({size}{stop_reason})"

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from pipeline.cli.inputs import PATH_OR_NAME
 from pipeline.config.recipe import NO_IMPORT_PATHS
 from pipeline.config.schema import LogLevel
 from pipeline.config.settings import ResolvedSettings, Settings, format_recipe_yaml, load_settings
@@ -41,7 +42,6 @@ from pipeline.redaction import redact
 
 LEVELS: tuple[str, ...] = get_args(LogLevel)
 HELP = "train a model"
-PATH_OR_NAME = "a path, or the name of a shipped file"
 
 
 def build_parser(program: str) -> argparse.ArgumentParser:

@@ -64,13 +64,13 @@ def test_it_answers_without_torch_and_what_stands_on_it():
         "optimizer states",
         "activations kept",
         "MFU",
-        "2048.0 (assumed)",
+        "of 2048.0 GiB of a machine's memory (assumed)",
         "attention is timed for documents of 2,048 tokens",
     ):
         assert text in done.stdout
-    assert re.search(r"there is .* \d+%: fits$", done.stdout, re.M)
-    assert re.search(r"^a step +[\d.]+ to [\d.]+ *$", done.stdout, re.M)
-    assert re.search(r"^tokens a second +[\d,]+ to [\d,]+ *$", done.stdout, re.M)
+    assert re.search(r"memory of the device .* \d+%: fits$", done.stdout, re.M)
+    assert re.search(r"^  a step +[\d.]+ to [\d.]+ s$", done.stdout, re.M)
+    assert re.search(r"^  tokens per second +[\d,]+ to [\d,]+$", done.stdout, re.M)
 
 
 def test_an_own_optimizer_is_not_imported_and_counts_as_adamw():
@@ -242,7 +242,7 @@ def test_a_cpu_has_no_times_and_is_its_own_host(capsys):
     assert changes
     assert not [each for each in changes if any("offload" in word for word in each.overrides)]
     told = plan(capsys, "--host-memory", "0.5")
-    assert re.search(r"there is +0\.50 GiB  \d+%: does not fit$", told, re.M)
+    assert re.search(r"memory of the device +0\.50 GiB  \d+%: does not fit$", told, re.M)
 
 
 def test_a_model_of_ones_own_is_counted(capsys):
@@ -267,8 +267,8 @@ def test_a_time_that_was_never_compared_is_not_told(words, what):
 
 def test_a_card_that_is_not_in_the_list_has_memory_alone(capsys):
     told = plan(capsys, *LLAMA_8B, *ZERO3, "--gpu-memory", "80", "--gpus", "8")
-    assert re.search(r"there is +80\.00 GiB  \d+%: fits$", told, re.M)
-    assert "1024.0 (assumed)" in told
+    assert re.search(r"memory of the device +80\.00 GiB  \d+%: fits$", told, re.M)
+    assert "of 1024.0 GiB of a machine's memory (assumed)" in told
     assert "a step" not in told
     assert planned(*LLAMA_8B, *ZERO3, "--gpu-memory", "80", "--gpus", "8", "model.fp8=rowwise")[0].fits
 
@@ -315,8 +315,8 @@ def test_a_config_from_elsewhere_with_a_number_that_can_be_none_is_one_line(caps
         (["--gpu-memory", "-3"], "--gpu-memory -3"),
         (["--network", "-1"], "--network -1"),
         (["--network", "fast"], "invalid float value"),
-        (["--gpus", "0"], "no positive number"),
-        (["--document-tokens", "0"], "no positive number"),
+        (["--gpus", "0"], "expected a number from 1 to"),
+        (["--document-tokens", "0"], "expected a number from 1 to"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["model.pretrained=./nowhere", "model.architecture=null"], "there is no such folder"),
         (["model.num_layer=3"], "num_layers"),
@@ -327,7 +327,7 @@ def test_a_config_from_elsewhere_with_a_number_that_can_be_none_is_one_line(caps
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(capsys, words, text):
-    by_argparse = text in ("no positive number", "invalid float value")
+    by_argparse = text in ("expected a number from 1 to", "invalid float value")
     with pytest.raises(SystemExit) if by_argparse else nullcontext() as ended:
         code = main(["plan", *ON_8, *words])
     assert (code if ended is None else ended.value.code) == 2
