@@ -208,10 +208,13 @@ def test_a_plan_that_does_not_divide_is_told_before_anything_starts(main):
         (["\u2013\u2013dry-run"], "begins with a dash that is no hyphen"),
         (["--seed=4"], "unrecognized argument --seed=4"),
         (["--world-size", "8"], "--world-size works only with --dry-run"),
-        (["--dry-run", "--world-size", "0"], "argument --world-size: '0' is no positive number of ranks"),
+        (
+            ["--dry-run", "--world-size", "0"],
+            "argument --world-size: got '0', expected 1 to 999,999,999 ranks",
+        ),
         (
             ["--dry-run", "--world-size", "many"],
-            "argument --world-size: 'many' is no positive number of ranks",
+            "argument --world-size: got 'many', expected 1 to 999,999,999 ranks",
         ),
     ],
 )
