@@ -1,4 +1,4 @@
-"""Imports accelerate's YAML (`accelerate config`), which says how the work is split, not what is trained."""
+"""Imports accelerate's YAML (`accelerate config`). It says how the work is split, and not what is trained."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ from pipeline.cli.import_configs.mapping import ImportDraft, TrainerTable
 
 
 def import_accelerate(draft: ImportDraft) -> None:
-    """Set stage, offloading and precision of the DeepSpeed JSON."""
+    """Import stage and precision for the DeepSpeed JSON, and the number of GPUs. Devices are in `rows`.
+
+    A DeepSpeed JSON that the file names is the base, and keeps its stage.
+
+    Raises:
+        ConfigError: The kind of parallelism or the precision is not supported.
+    """
     draft.has_recipe = False
     kind = draft.read_value("distributed_type", to_text)
-    stages = {"DEEPSPEED": draft.read_value("deepspeed_config.zero_stage", to_int), "FSDP": 3}
-    if kind not in (*stages, "NO", "MULTI_GPU", "MULTI_CPU"):
-        raise draft.make_error(
-            "distributed_type",
-            f"{kind} is not supported; expected {', '.join(stages)}, NO, MULTI_GPU or MULTI_CPU",
-        )
-    draft.base = draft.read_value("deepspeed_config.deepspeed_config_file", to_text) or {
-        "zero_optimization": {}
+    stages = {
+        "DEEPSPEED": draft.read_value("deepspeed_config.zero_stage", to_int),
+        "FSDP": 3,
+        "NO": 0,
+        "MULTI_GPU": 0,
+        "MULTI_CPU": 0,
     }
-    if isinstance(draft.base, dict):
-        draft.json["zero_optimization.stage"] = stages.get(kind, 0)
+    if kind not in stages:
+        raise draft.make_error(
+            "distributed_type", f"{kind} is not supported; expected one of {', '.join(stages)}"
+        )
+    json_file = draft.read_value("deepspeed_config.deepspeed_config_file", to_text)
+    if json_file:
+        draft.base = json_file
+    else:
+        draft.base = {"zero_optimization": {}}
+        draft.json["zero_optimization.stage"] = stages[kind]
     precision = draft.read_value("mixed_precision") or "no"
     if precision not in ("no", "fp16", "bf16"):
         raise draft.make_error(
@@ -33,6 +45,7 @@ def import_accelerate(draft: ImportDraft) -> None:
 
 TOOL = TrainerTable(
     title="accelerate",
+    # Keys of the DeepSpeed JSON [as conversion]: accelerate's keys; see parse_table.
     rows=parse_table("""
 JSON: zero_optimization.stage: distributed_type deepspeed_config.zero_stage
 JSON: zero_optimization: deepspeed_config.deepspeed_config_file
@@ -42,5 +55,6 @@ JSON: bf16.enabled: mixed_precision
 JSON: train_batch_size: num_processes
 """),
     import_values=import_accelerate,
+    # The import's own defaults for a file that leaves the keys out.
     defaults={"distributed_type": "NO", "deepspeed_config.zero_stage": 2},
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pipeline.cli.import_configs import training_arguments as common
 from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_text
 from pipeline.cli.import_configs.mapping import (
-    FILES,
+    DATASET_FIELDS,
     FILL_IN,
     ImportDraft,
     Source,
@@ -39,7 +39,7 @@ NAMES = {
     "use_rslora": "peft_use_rslora",
     "use_dora": "peft_use_dora",
 }
-OWN = parse_table("""
+AXOLOTL_ROWS = parse_table("""
 data.tokenizer: tokenizer_config
 adapter.kind: adapter
 adapter.targets: lora_target_linear
@@ -63,11 +63,11 @@ data.chat_template: chat_template chat_template_jinja
 data.sequence_length: sequence_len
 data.packing: sample_packing
 data.too_long: excess_length_strategy
-data.prepare_workers as whole: dataset_num_proc dataset_processes
+data.prepare_workers as integer: dataset_num_proc dataset_processes
 model.attention as attention: attn_implementation
 eval.every: evals_per_epoch
 checkpoint.every: saves_per_epoch
-log.tensorboard as flag: use_tensorboard
+log.tensorboard as boolean: use_tensorboard
 wandb.mode: wandb_mode
 wandb.project as text: wandb_project
 wandb.entity as text: wandb_entity
@@ -89,7 +89,7 @@ def import_axolotl(draft: ImportDraft) -> None:
         draft.left_open["warmup_ratio"] = (
             "steps of warmup are rounded up here; Axolotl rounds down, and by default to 100 steps at most"
         )
-    logs = "auto" if draft.stated("wandb_project") else "disabled"
+    logs = "auto" if draft.get_stated("wandb_project") else "disabled"
     draft.put("wandb.mode", draft.read_value("wandb_mode", to_text) or logs)
     if tokenizer := draft.read_value("tokenizer_config", to_text):
         draft.put("data.tokenizer", {"pretrained": tokenizer})
@@ -104,7 +104,7 @@ def import_axolotl(draft: ImportDraft) -> None:
         else:
             common.ask_for_targets(draft)
     for key in needed:
-        if draft.stated(key) is None:
+        if draft.get_stated(key) is None:
             raise ConfigError(
                 f"{draft.file.path}: {key} is missing; Axolotl has no default for it, so add it"
             )
@@ -139,7 +139,7 @@ def _put_data(draft: ImportDraft, rl: str | None) -> None:
     else:
         draft.put("data.packing", "best_fit" if packs else "none")
     if is_text:
-        draft.left_open["type"] = common.TEXT_STARTS
+        draft.left_open["type"] = common.BEGIN_TOKEN_ADVICE
         return
     if rl:
         common.put_preferences(draft, length)
@@ -182,7 +182,7 @@ def _put_template(draft: ImportDraft) -> None:
 
 
 def _find_source(draft: ImportDraft, at: str, kind: str) -> Source:
-    source = find_source(draft, {name: f"{at}.{name}" for name in FILES})
+    source = find_source(draft, {name: f"{at}.{name}" for name in DATASET_FIELDS})
     if kind == "text":
         return source | {"text_field": draft.read_value(f"{at}.field", to_text) or "text"}
     named = {name: draft.read_value(f"{at}.field_{name}", to_text) or name for name in FIELDS}
@@ -194,7 +194,7 @@ def _find_source(draft: ImportDraft, at: str, kind: str) -> Source:
 
 TOOL = TrainerTable(
     title="Axolotl",
-    rows=common.rename_keys(common.ROWS | common.MODEL_ROWS, NAMES) | OWN,
+    rows=common.rename_keys(common.ROWS | common.MODEL_ROWS, NAMES) | AXOLOTL_ROWS,
     import_values=import_axolotl,
     names=NAMES,
     defaults={key: common.DEFAULTS[key] for key in ("weight_decay", "adam_beta1", "adam_beta2", "seed")}

@@ -1,4 +1,4 @@
-"""Parses the tables of other trainers' keys, and converts values as the tables say."""
+"""Parses the tables of other trainers' keys, and converts values of those keys to values of the recipe."""
 
 from __future__ import annotations
 
@@ -8,48 +8,53 @@ from dataclasses import dataclass
 from typing import Any
 
 Conversion = Callable[[Any], Any]
-"""Converts a value of the imported file to the recipe's; `None` sets nothing.
+"""Function that converts a value of the imported file to one of the recipe; `None` leaves the key unset.
 
 It raises a TypeError whose message is the expected type, or a LeftOpenError."""
 
 
 class LeftOpenError(Exception):
-    """Reports a value that has no exact counterpart here; its message says what to do."""
+    """A value has no exact counterpart here. The message says what the user can do."""
 
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """Target of a key of another trainer."""
+    """Keys here to which a key of another trainer is mapped."""
 
     ours: str
     """Dotted keys of the recipe, separated by commas; `JSON: ...` for a key of the DeepSpeed JSON."""
     convert: Conversion | None
-    """Conversion of the value; `None` if `import_values` of the trainer's table reads the key with others."""
+    """Conversion of the value; `None` if `TrainerTable.import_values` reads the key together with others."""
 
 
 def parse_reasons(table: str) -> dict[str, str]:
     """Parse lines `reason: key key` into key -> reason. An indented line continues the one before."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for line in table.strip().replace("\n  ", " ").splitlines():
         reason, _, keys = line.rpartition(": ")
-        found |= dict.fromkeys(keys.split(), reason)
-    return found
+        reasons |= dict.fromkeys(keys.split(), reason)
+    return reasons
 
 
 def parse_table(table: str) -> dict[str, KeyMapping]:
-    """Parse lines `target as conversion: key key` into key -> mapping.
+    """Parse lines `ours as conversion: theirs theirs` into key of theirs -> mapping.
 
-    Without `as conversion`, the trainer's `import_values` reads the keys.
+    `ours` is as in KeyMapping, and `conversion` is a name in CONVERSIONS. Without `as conversion`,
+    `TrainerTable.import_values` reads the keys. An indented line continues the one before.
     """
-    found = {}
-    for key, words in parse_reasons(table).items():
-        ours, _, name = words.partition(" as ")
-        found[key] = KeyMapping(ours, CONVERSIONS[name] if name else None)
-    return found
+    mappings = {}
+    for key, target in parse_reasons(table).items():
+        ours, _, conversion = target.partition(" as ")
+        mappings[key] = KeyMapping(ours, CONVERSIONS[conversion] if conversion else None)
+    return mappings
 
 
 def to_number(value: Any) -> float | int:
-    """Return a number, also from a text: YAML reads `1e-5` as one."""
+    """Return a number, also from a text: YAML reads `1e-5` as a text.
+
+    Raises:
+        TypeError: The value is no number.
+    """
     try:
         value = float(value) if isinstance(value, str) else value
     except ValueError:
@@ -60,86 +65,108 @@ def to_number(value: Any) -> float | int:
 
 
 def to_int(value: Any) -> int:
-    """Return a whole number."""
-    given = to_number(value)
-    if not float(given).is_integer():
+    """Return a whole number, also from a text or from a float such as 3.0.
+
+    Raises:
+        TypeError: The value is no whole number.
+    """
+    number = to_number(value)
+    if not float(number).is_integer():
         raise TypeError("a whole number")
-    return int(given)
+    return int(number)
 
 
 def to_bool(value: Any) -> bool:
-    """Return true or false."""
+    """Return the value if it is true or false.
+
+    Raises:
+        TypeError: It is neither.
+    """
     if not isinstance(value, bool):
         raise TypeError("true or false")
     return value
 
 
 def to_text(value: Any) -> str:
-    """Return a text."""
+    """Return the value if it is a text.
+
+    Raises:
+        TypeError: It is no text.
+    """
     if not isinstance(value, str):
         raise TypeError("a text")
     return value
 
 
 def to_names(value: Any) -> list[str]:
-    """Return a list of names, also from names separated by commas."""
+    """Return a list of names, also from names separated by commas.
+
+    Raises:
+        TypeError: The value is neither a text nor a list of texts.
+    """
     if isinstance(value, str):
         return [name.strip() for name in value.split(",") if name.strip()]
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise TypeError("names")
+        raise TypeError("a list of names")
     return value
 
 
-def _optimizer(value: Any) -> str:
+def _convert_optimizer(value: Any) -> str:
+    """Return the kind of optimizer for transformers' `optim`."""
     name = to_text(value).lower()
     if name in ("adafactor", "sgd"):
         return name
     if re.fullmatch(r"adamw(_torch|_torch_fused|_hf|_apex_fused|_anyprecision)?", name):
         return "adamw"
-    raise LeftOpenError("the recipe has AdamW in fp32 until you write another optimizer.kind")
+    raise LeftOpenError("the recipe has AdamW with states in fp32; for another one, write optimizer.kind")
 
 
-def _recomputing(value: Any) -> str:
+def _convert_recomputation(value: Any) -> str:
+    """Return the kind of activation checkpointing."""
     if value == "offload":
         raise LeftOpenError("write model.activation_checkpointing: full and model.activation_offload: true")
     return "full" if to_bool(value) else "none"
 
 
-def _four_bits(value: Any) -> str | None:
+def _convert_four_bits(value: Any) -> str | None:
+    """Return the quantization of a base whose weights have this number of bits; `None` for none."""
     if value not in (False, True, 4):
         raise LeftOpenError(
-            "a base is held in the precision of the run, or in 4 bits; write adapter.quantize for that"
+            "a base has the precision of the run, or 4 bits; for 4 bits, write adapter.quantize: nf4"
         )
     return "nf4" if value else None
 
 
-def _targets(value: Any) -> list[str] | None:
-    given = to_names(value)
-    return None if {"all", "all-linear"} & set(given) else given
+def _convert_targets(value: Any) -> list[str] | None:
+    """Return the names of the layers that get an adapter; `None` for all linear layers, the default here."""
+    names = to_names(value)
+    return None if {"all", "all-linear"} & set(names) else names
 
 
-def _one_adapter(value: Any) -> str:
-    given = to_names(value)
-    if len(given) != 1:
+def _convert_one_adapter(value: Any) -> str:
+    """Return the path of the adapter to load."""
+    names = to_names(value)
+    if len(names) != 1:
         raise TypeError("one adapter (merge the others into the model first)")
-    return given[0]
+    return names[0]
 
 
+# By the name that follows `as` in a table.
 CONVERSIONS: dict[str, Conversion] = {
     "number": to_number,
-    "whole": to_int,
-    "flag": to_bool,
+    "integer": to_int,
+    "boolean": to_bool,
     "text": to_text,
     "names": to_names,
-    "optimizer": _optimizer,
-    "switch": lambda value: value if value == "auto" else to_bool(value),
+    "optimizer": _convert_optimizer,
+    "true, false or auto": lambda value: value if value == "auto" else to_bool(value),
     "name": lambda value: re.sub(r"[^\w.-]+", "-", to_text(value))[:128],
-    "recomputing": _recomputing,
-    "recomputing unless": lambda value: _recomputing(not to_bool(value)),
+    "recomputation": _convert_recomputation,
+    "no recomputation": lambda value: _convert_recomputation(not to_bool(value)),
     "attention": lambda value: "eager" if value in ("eager", "disabled", False) else "auto",
     "device": lambda value: None if value in (None, "none", False) else {"device": to_text(value)},
-    "4 bits": _four_bits,
-    "targets": _targets,
-    "one adapter": _one_adapter,
+    "4 bits": _convert_four_bits,
+    "targets": _convert_targets,
+    "one adapter": _convert_one_adapter,
     "LoRA+": lambda value: [{"patterns": ["*.lora_B.*"], "learning_rate_factor": to_number(value)}],
 }

@@ -34,14 +34,14 @@ NAMES = {
     "lora_modules_to_save": "additional_target",
     "gradient_checkpointing": "disable_gradient_checkpointing",
 }
-OWN = parse_table("""
+LLAMA_FACTORY_ROWS = parse_table("""
 data.kind, objective.kind: stage
 adapter.kind, model.freeze: finetuning_type
 adapter.weights as one adapter: adapter_name_or_path
 adapter.quantize as 4 bits: quantization_bit
-model.activation_checkpointing as recomputing unless: disable_gradient_checkpointing
+model.activation_checkpointing as no recomputation: disable_gradient_checkpointing
 model.attention as attention: flash_attn
-model.grow_vocabulary as flag: resize_vocab
+model.grow_vocabulary as boolean: resize_vocab
 objective.kind, objective.loss_type: pref_loss
 objective.beta as number: pref_beta
 objective.sft_weight as number: pref_ftx
@@ -55,7 +55,7 @@ data.chat_template: template
 data.sequence_length: cutoff_len
 data.learn_from: train_on_prompt
 data.packing: packing neat_packing
-data.prepare_workers as whole: preprocessing_num_workers
+data.prepare_workers as integer: preprocessing_num_workers
 JSON: bf16.enabled: pure_bf16
 """)
 
@@ -76,7 +76,7 @@ def import_llama_factory(draft: ImportDraft) -> None:
         draft.json["bf16.enabled"] = True
     how = draft.read_value("finetuning_type", to_text)
     if how == "lora":
-        if draft.stated("lora_alpha") is None:
+        if draft.get_stated("lora_alpha") is None:
             draft.put("adapter.alpha", 2 * draft.recipe["adapter.rank"], "LLaMA-Factory's default: 2 x rank")
         common.put_adapter(draft)
     elif how == "freeze":
@@ -154,7 +154,7 @@ def _find_dataset(draft: ImportDraft, name: str) -> Source:
 
 TOOL = TrainerTable(
     title="LLaMA-Factory",
-    rows=common.rename_keys(common.ROWS | common.MODEL_ROWS, NAMES) | OWN,
+    rows=common.rename_keys(common.ROWS | common.MODEL_ROWS, NAMES) | LLAMA_FACTORY_ROWS,
     import_values=import_llama_factory,
     names=NAMES,
     defaults=common.DEFAULTS

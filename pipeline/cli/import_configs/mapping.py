@@ -1,7 +1,10 @@
 """Maps another trainer's configuration to a draft of a recipe and a DeepSpeed JSON, by the trainer's table.
 
-Every key of the imported file, at any depth, is carried over, reported as without effect, or left open by
-name. Nothing is guessed: a setting that does not mean the same here, to the token, is left open.
+Each key of the imported file, at any depth, gets one of three results: it is imported, it is reported as
+without effect, or it is left open with a line on what to do. Nothing is guessed: a setting is left open if it
+would change a single token of the training here.
+
+In names and comments of this folder, "theirs" are the imported file and its keys, "ours" are the recipe's.
 """
 
 from __future__ import annotations
@@ -21,12 +24,20 @@ from pipeline.config.objective_schema import ObjectiveConfig
 from pipeline.errors import ConfigError
 from pipeline.files import is_path
 
-NEAR = 0.88  # difflib's similarity from which an unknown key is taken for a typo of a known one
-OFF: tuple[Any, ...] = (False, 0, "none", "no", "", [], {})
+TYPO_SIMILARITY = 0.88
+"""Similarity by difflib, 0 to 1, from which an unknown key is taken for a typo of a known one."""
+OFF_VALUES: tuple[Any, ...] = (False, 0, "none", "no", "", [], {})
+"""Values that switch a feature off."""
 FILL_IN = "FILL-IN"
-TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")
-FILES = ("path", "name", "split", "data_files", "revision")  # fields of an entry in a list of data sets
-Source = dict[str, Any]  # an entry of data.sources in the recipe
+"""Placeholder in the recipe for a value that the user has to write. A run refuses it."""
+DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")
+"""Suffixes by which a name is taken for a file, and not for a data set on the hub."""
+DATASET_FIELDS = ("path", "name", "split", "data_files", "revision")
+"""Arguments of `datasets.load_dataset` that an entry in a list of data sets may have."""
+UNUSED = "a run of this kind does not use it"
+"""Reason for which a key has no effect."""
+Source = dict[str, Any]
+"""An entry of data.sources in the recipe."""
 
 
 @dataclass(frozen=True)
@@ -34,53 +45,73 @@ class TrainerTable:
     """Table of another trainer's keys. Keys are dotted, and `*` stands for an index of a list."""
 
     title: str
+    """Name of the trainer, for messages."""
     rows: Mapping[str, KeyMapping]
+    """Key of the trainer -> keys here."""
     import_values: Callable[[ImportDraft], None]
-    """Function that imports the keys whose rows have no conversion."""
+    """Function that imports the keys whose rows have no conversion, once all others are imported."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Default values of that trainer, for keys that change the loss curve."""
+    """Key -> default value of that trainer, for keys that change the loss curve."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Name of a key in transformers or TRL -> name in this trainer, if they differ."""
 
 
 @dataclass
 class ImportDraft:
-    """Recipe and DeepSpeed JSON while the keys of another trainer's file are imported."""
+    """Recipe and DeepSpeed JSON while the keys of another trainer's file are imported.
+
+    Attributes:
+        theirs: Values of the imported file, by dotted key.
+        keys_read: Keys of theirs that were read, including keys that only have a default.
+    """
 
     file: ConfigFile
+    """Imported file."""
     tool: TrainerTable
+    """Table of the trainer to which the file belongs."""
     gpus: int
+    """Number of GPUs that the other run used."""
     trainer: str = ""
-    """Trainer of TRL that the command line names, such as `dpo`."""
+    """Trainer of TRL that the command line names, such as `dpo`. It is not used for other tools."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """Values of the recipe by dotted key, of two parts at most."""
+    """Dotted key of the recipe, of two parts at most -> value."""
     remarks: dict[str, str] = field(default_factory=dict)
-    """Reasons for values of the recipe by dotted key, written as comments."""
+    """Dotted key of the recipe -> reason for its value, which is written as a comment."""
     json: dict[str, Any] = field(default_factory=dict)
-    """Values of the JSON by dotted key, set on top of `base`."""
+    """Dotted key of the JSON -> value that replaces the one in `base`."""
     base: str | dict[str, Any] = "zero2"
-    """JSON to start from: a file named by the imported file, the JSON itself, or a name in ds_configs/."""
+    """JSON to start from: a path that the imported file names, the JSON itself, or `zero2` or `zero3`."""
     has_recipe: bool = True
     """Whether the imported file says what is trained, and not only how the work is split."""
     fill_in: list[str] = field(default_factory=list)
-    """Keys of the recipe that the user has to write, with the reason."""
+    """Lines `key: what to write`, for keys of the recipe that the user has to write."""
     left_open: dict[str, str] = field(default_factory=dict)
-    """Imported key -> what the user can do about it, for keys without an exact counterpart."""
+    """Key of theirs without an exact counterpart -> what the user can do about it."""
     no_effect: dict[str, str] = field(default_factory=dict)
-    """Imported key -> reason for which it changes nothing here."""
+    """Key of theirs -> reason for which it changes nothing here."""
 
     def __post_init__(self) -> None:
         self.theirs = dict(_flatten(self.file, self.file.tree, self.tool))
         self.keys_read: set[str] = set()
-        self._origin: dict[str, str] = {}
+        self._their_keys: dict[str, str] = {}  # key of the recipe -> key of theirs from which it was imported
 
-    def stated(self, name: str) -> Any:
-        """Return the value in the imported file, without defaults; `None` if it has none."""
+    def get_stated(self, name: str) -> Any:
+        """Return a value of the imported file, not a default. `None` if it has none, or an empty text.
+
+        Args:
+            name: Key of theirs, or its name in transformers or TRL.
+        """
         value = self.theirs.get(self.tool.names.get(name, name))
         return None if value == "" else value
 
     def read_value(self, name: str, convert: Conversion | None = None) -> Any:
         """Return the converted value of a key or its default, and record that the key was read.
+
+        A value that the conversion cannot carry over is recorded as left open.
+
+        Args:
+            name: Key of theirs, or its name in transformers or TRL.
+            convert: Conversion of the value; `None` for none.
 
         Returns:
             `None` if there is neither a value nor a default, or if the value is left open.
@@ -90,8 +121,8 @@ class ImportDraft:
         """
         key = self.tool.names.get(name, name)
         self.keys_read.add(key)
-        value = self.stated(name)
-        value = self.tool.defaults.get(key) if value is None else value
+        stated = self.get_stated(name)
+        value = self.tool.defaults.get(key) if stated is None else stated
         if value is None or convert is None:
             return value
         try:
@@ -102,13 +133,13 @@ class ImportDraft:
             self.left_open[key] = f"{value}: {reason}"
             return None
 
-    def make_error(self, name: str, why: str) -> ConfigError:
-        """Return the error that refuses the import because of a key."""
-        return ConfigError(f"{self.file.describe_key(self.tool.names.get(name, name))}: {why}")
+    def make_error(self, name: str, reason: str) -> ConfigError:
+        """Return the error that refuses the import because of a key of theirs."""
+        return ConfigError(f"{self.file.describe_key(self.tool.names.get(name, name))}: {reason}")
 
     def leave_open(self, name: str, what_to_do: str) -> None:
-        """Report a key as left open if the imported file has it."""
-        if self.stated(name) is not None:
+        """Report a key of theirs as left open if the imported file has it."""
+        if self.get_stated(name) is not None:
             self.left_open[self.tool.names.get(name, name)] = what_to_do
 
     def put(self, ours: str, value: Any, remark: str = "") -> None:
@@ -117,57 +148,69 @@ class ImportDraft:
         if remark:
             self.remarks[ours] = remark
 
-    def discard(self, ours: str, why: str) -> None:
-        """Remove a key from the recipe, and report the imported key as without effect."""
-        key = self._origin.get(ours, ours)
-        if self.recipe.pop(ours, None) is not None and self.stated(key) is not None:
-            self.no_effect[key] = why
+    def discard(self, ours: str, reason: str) -> None:
+        """Remove a key from the recipe, and report the key of theirs as without effect if the file has it."""
+        key = self._their_keys.get(ours, ours)
+        if self.recipe.pop(ours, None) is not None and self.get_stated(key) is not None:
+            self.no_effect[key] = reason
 
-    def ask(self, ours: str, placeholder: Any, what: str) -> None:
-        """Leave a key of the recipe to the user. A run refuses the placeholder."""
+    def ask(self, ours: str, placeholder: Any, what_to_write: str) -> None:
+        """Leave a key of the recipe to the user: set it to a placeholder, which a run refuses."""
         self.recipe[ours] = placeholder
-        self.fill_in.append(f"{ours}: {what}")
+        self.fill_in.append(f"{ours}: {what_to_write}")
 
     def list_entries(self, name: str) -> list[str]:
         """Return the dotted keys of the entries of a list in the imported file: `datasets.0`, ..."""
-        found = (re.match(rf"{name}\.\d+(?=\.)", key) for key in self.theirs)
-        return list(dict.fromkeys(match[0] for match in found if match))
+        matches = (re.match(rf"{name}\.\d+(?=\.)", key) for key in self.theirs)
+        return list(dict.fromkeys(match[0] for match in matches if match))
 
     def find_path(self, name: str) -> Path | None:
-        """Return the path of a file in the working directory or beside the imported file, if it exists."""
-        places = (Path(name).expanduser(), self.file.path.parent / name)
-        return next((path.absolute() for path in places if path.exists()), None)
+        """Return the path of a file in the working directory or beside the imported file.
+
+        `None` if it exists in neither.
+        """
+        candidates = (Path(name).expanduser(), self.file.path.parent / name)
+        return next((path.absolute() for path in candidates if path.exists()), None)
 
     def import_keys(self) -> None:
-        """Import every key: first those with a conversion, then `import_values`, then report the others.
+        """Import or report every key of theirs, and the trainer's defaults.
+
+        Keys with a conversion are imported first, then `import_values` is called, and then the keys that
+        nothing has read are reported.
 
         Raises:
-            ConfigError: A key looks like a typo of a known one, or a value has the wrong type.
+            ConfigError: A key looks like a typo of a known one, or a value is not supported.
         """
         for key in dict.fromkeys([*self.tool.defaults, *self.theirs]):
-            row = self.tool.rows.get(_pattern(key))
-            value = self.read_value(key, row.convert) if row and row.convert else None
-            if row is None or value is None:
+            row = self.tool.rows.get(_make_pattern(key))
+            if row is None or row.convert is None:
                 continue
-            self._origin[row.ours] = key
+            value = self.read_value(key, row.convert)
+            if value is None:
+                continue
+            self._their_keys[row.ours] = key
             if row.ours.startswith("JSON: "):
                 self.json[row.ours.removeprefix("JSON: ")] = value
             else:
                 self.put(row.ours, value)
         self.tool.import_values(self)
-        self._drop_unread_terms()
+        self._remove_unused_terms()
         for key in self.theirs:
-            if key not in self.keys_read and self.stated(key) is not None:
+            if key not in self.keys_read and self.get_stated(key) is not None:
                 self._report_unread(key)
 
-    def _drop_unread_terms(self) -> None:
-        """Remove keys of `adapter` and `objective` that the kind of the run does not have."""
+    def _remove_unused_terms(self) -> None:
+        """Remove keys of `adapter` and `objective` that this run does not use.
+
+        The key of theirs is left open if the run has such a section without this key, and without effect if
+        the run has no such section.
+        """
         kind = self.recipe.get("objective.kind")
-        sections = {
+        objectives = {
             tag.tag: section for section, tag in map(get_args, get_args(get_args(ObjectiveConfig)[0]))
         }
         fields = {
-            "objective": sections[kind].model_fields if kind else {},
+            "objective": objectives[kind].model_fields if kind else {},
             "adapter": AdapterConfig.model_fields if "adapter.kind" in self.recipe else {},
         }
         for ours in list(self.recipe):
@@ -175,90 +218,125 @@ class ImportDraft:
             if section not in fields or name in fields[section]:
                 continue
             if fields[section]:
-                self.leave_open(self._origin.get(ours, ours), f"{section}.kind {kind} has no such term")
+                key = self._their_keys.get(ours, ours)
+                self.leave_open(key, f"{section}.kind {self.recipe[f'{section}.kind']} has no such key")
                 del self.recipe[ours]
             else:
-                self.discard(ours, "nothing in such a run reads it")
+                self.discard(ours, UNUSED)
 
     def _report_unread(self, key: str) -> None:
-        """Report a key that nothing has read: as without effect, left open, or a typo."""
-        pattern = _pattern(key)
+        """Report a key that nothing has read: as without effect, or as left open.
+
+        Raises:
+            ConfigError: The key looks like a typo of a known one.
+        """
+        pattern = _make_pattern(key)
         if pattern in self.tool.rows:
-            self.no_effect[key] = "nothing in such a run reads it"
+            self.no_effect[key] = UNUSED
         elif pattern in NO_EFFECT:
             self.no_effect[key] = NO_EFFECT[pattern]
-        elif pattern in LEFT_OPEN and self.theirs[key] in OFF:
-            self.no_effect[key] = "off, there and here"
+        elif pattern in LEFT_OPEN and self.theirs[key] in OFF_VALUES:
+            self.no_effect[key] = "its value switches it off, and it is off here"
         elif pattern in LEFT_OPEN:
             self.left_open[key] = LEFT_OPEN[pattern]
-        elif slips := difflib.get_close_matches(key, [*self.tool.rows, *NO_EFFECT, *LEFT_OPEN], 1, NEAR):
+        elif slips := difflib.get_close_matches(
+            key, [*self.tool.rows, *NO_EFFECT, *LEFT_OPEN], 1, TYPO_SIMILARITY
+        ):
             raise self.make_error(key, f'unknown to {self.tool.title} (did you mean "{slips[0]}"?)')
         else:
             self.left_open[key] = "not in the import's table; docs/configuration.md has the recipe's keys"
 
 
-def _pattern(key: str) -> str:
+def _make_pattern(key: str) -> str:
+    """Return the key as tables have it, with `*` in place of indices of lists."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", key)
 
 
 def _flatten(
-    file: ConfigFile, tree: Mapping[Any, Any], tool: TrainerTable, at: str = ""
+    file: ConfigFile, tree: Mapping[Any, Any], tool: TrainerTable, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value), as deep as the table has keys; a plain name in a list is its `path`."""
+    """Yield (dotted key, value) of a file, as deep as the tables have keys.
+
+    A plain name in a list of data sets is the `path` of an entry.
+
+    Args:
+        file: Imported file.
+        tree: The whole file, or a mapping within it.
+        tool: Table of the trainer.
+        prefix: Dotted key of `tree` in the file and a dot; empty for the whole file.
+
+    Raises:
+        ConfigError: A key is no text, or a value is no mapping although the tables have keys below it.
+    """
     for key, value in tree.items():
         if not isinstance(key, str):
-            raise ConfigError(f"{file.path}: {at}{key!r}: expected a key that is a text; write it in quotes")
-        place = f"{at}{key}"
-        known = () if _pattern(place) in tool.rows else (*tool.rows, *LEFT_OPEN, *NO_EFFECT)
-        within = [each for each in known if each.startswith(f"{_pattern(place)}.")]
-        if value is None or not within:
-            yield place, value
+            raise ConfigError(
+                f"{file.path}: {prefix}{key!r}: expected a key that is a text; write it in quotes"
+            )
+        dotted = f"{prefix}{key}"
+        pattern = _make_pattern(dotted)
+        all_patterns = () if pattern in tool.rows else (*tool.rows, *LEFT_OPEN, *NO_EFFECT)
+        patterns_below = [each for each in all_patterns if each.startswith(f"{pattern}.")]
+        if value is None or not patterns_below:
+            yield dotted, value
             continue
-        is_list = within[0].startswith(f"{_pattern(place)}.*")
+        is_list = patterns_below[0].startswith(f"{pattern}.*")
         entries = value if isinstance(value, list) else [value]
-        for number, given in enumerate(entries):
-            entry = {"path": given} if isinstance(given, str) and is_list else given
-            if not isinstance(entry, dict):
-                raise ConfigError(f"{file.describe_key(place)}: expected keys and values, given {given!r}")
-            yield from _flatten(file, entry, tool, f"{place}.{number}." if is_list else f"{place}.")
+        for number, entry in enumerate(entries):
+            mapping = {"path": entry} if isinstance(entry, str) and is_list else entry
+            if not isinstance(mapping, dict):
+                raise ConfigError(f"{file.describe_key(dotted)}: expected keys and values, given {entry!r}")
+            yield from _flatten(file, mapping, tool, f"{dotted}.{number}." if is_list else f"{dotted}.")
 
 
 def find_source(draft: ImportDraft, keys: Mapping[str, str]) -> Source:
     """Return the source of the recipe for the data that `datasets.load_dataset` would read.
 
+    Files that do not exist are left to the user, and a subset, split or revision of files is left open.
+
     Args:
         draft: Draft whose imported file names the data.
-        keys: Field of FILES -> dotted key in the imported file.
+        keys: Field of DATASET_FIELDS -> dotted key of theirs. It has at least `path`.
+
+    Raises:
+        ConfigError: The path is missing, or a value has the wrong type.
     """
     files = draft.read_value(keys["data_files"], to_names) if "data_files" in keys else None
-    said = {name: draft.read_value(key, to_text) for name, key in keys.items() if name != "data_files"}
-    path = said.pop("path")
+    values = {name: draft.read_value(key, to_text) for name, key in keys.items() if name != "data_files"}
+    path = values.pop("path")
     if not path:
         raise draft.make_error(keys["path"], "expected the path or the name of a data set")
-    there = draft.find_path(path)
-    if there is not None and any((there / saved).is_file() for saved in ("state.json", "dataset_dict.json")):
-        path = str(there)
+    existing = draft.find_path(path)
+    if existing is not None and _is_saved_dataset(existing):
+        path = str(existing)
         files = None
-    elif not files and (there is not None or is_path(path) or Path(path).suffix in TABLES):
-        files = [path]
-    chosen = {name: value for name, value in said.items() if value and value != "train"}
+    elif not files:
+        is_file = existing is not None or is_path(path) or Path(path).suffix in DATA_SUFFIXES
+        files = [path] if is_file else None
+    selection = {name: value for name, value in values.items() if value and value != "train"}
     if not files:
-        return {"dataset": path} | {{"name": "subset"}.get(name, name): each for name, each in chosen.items()}
-    for name in chosen:
-        draft.leave_open(keys[name], f"all of {', '.join(files)} is read")
-    return {"paths": [locate_file(draft, each) for each in files]}
+        renamed = {"subset" if name == "name" else name: value for name, value in selection.items()}
+        return {"dataset": path, **renamed}
+    for name in selection:
+        draft.leave_open(keys[name], f"not imported: all of {', '.join(files)} is read")
+    return {"paths": [locate_file(draft, file) for file in files]}
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    """Return whether a path is a folder that `datasets` has saved."""
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def locate_file(draft: ImportDraft, name: str) -> str:
-    """Return the path of a file; if it does not exist, leave it to the user."""
-    found = draft.find_path(name)
-    if found is None:
+    """Return the absolute path of a file. If it does not exist, return the name and leave it to the user."""
+    path = draft.find_path(name)
+    if path is None:
         draft.fill_in.append(f"data.paths: {name} does not exist here")
-    return str(found or name)
+    return str(path or name)
 
 
 def put_sources(draft: ImportDraft, kind: str, sources: list[Source]) -> None:
-    """Set the kind of data and its sources."""
+    """Set the kind of data and its sources. Without sources, leave the files to the user."""
     draft.put("data.kind", kind)
     if not sources:
         draft.ask("data.paths", [f"{FILL_IN}.jsonl"], "the files to train on; the imported file names none")

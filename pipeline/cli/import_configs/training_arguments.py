@@ -23,26 +23,26 @@ schedule.kind: lr_scheduler_type
 schedule.min_learning_rate_ratio: lr_scheduler_kwargs.min_lr_rate
 schedule.warmup: warmup_steps warmup_ratio
 checkpoint.every: save_steps save_strategy
-checkpoint.keep_last as whole: save_total_limit
+checkpoint.keep_last as integer: save_total_limit
 eval.every: eval_steps eval_strategy
-log.every as whole: logging_steps
+log.every as integer: logging_steps
 wandb.mode, log.tensorboard: report_to
 name as name: run_name
 run_dir as text: output_dir
-seed as whole: seed
-model.trust_remote_code as flag: trust_remote_code
+seed as integer: seed
+model.trust_remote_code as boolean: trust_remote_code
 model.neftune_alpha as number: neftune_noise_alpha
-model.activation_checkpointing as recomputing: gradient_checkpointing
+model.activation_checkpointing as recomputation: gradient_checkpointing
 JSON: bf16.enabled: bf16
 JSON: fp16.enabled: fp16
-JSON: tf32.enabled as switch: tf32
-JSON: compile.enabled as switch: torch_compile
+JSON: tf32.enabled as true, false or auto: tf32
+JSON: compile.enabled as true, false or auto: torch_compile
 JSON: zero_optimization: deepspeed fsdp fsdp_config
 """)
 MODEL_ROWS = parse_table("""
 model.pretrained as text: model_name_or_path
 adapter.kind: use_rslora use_dora
-adapter.rank as whole: lora_r
+adapter.rank as integer: lora_r
 adapter.alpha as number: lora_alpha
 adapter.dropout as number: lora_dropout
 adapter.targets as targets: lora_target_modules
@@ -71,7 +71,7 @@ SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-TEXT_STARTS = (
+BEGIN_TOKEN_ADVICE = (
     "there, a tokenizer with a begin token puts it before each text, here not; for the same ids write a "
     "template (docs/data.md, Rows that a template reads)"
 )
@@ -135,7 +135,7 @@ def _put_schedule(draft: ImportDraft) -> None:
         return
     steps = draft.read_value("warmup_steps", to_number)
     share = draft.read_value("warmup_ratio", to_number)
-    if draft.stated("warmup_steps") is not None and draft.stated("warmup_ratio") is None:
+    if draft.get_stated("warmup_steps") is not None and draft.get_stated("warmup_ratio") is None:
         share = None
     if steps and steps >= 1:
         draft.put("schedule.warmup", to_int(steps))
@@ -148,7 +148,7 @@ def _put_cadence(draft: ImportDraft, ours: str, what: str) -> None:
     steps = draft.read_value(f"{what}_steps", to_number)
     strategy = draft.read_value(f"{what}_strategy")
     parts = draft.read_value(f"{what}s_per_epoch", to_number)
-    if draft.stated(f"{what}_strategy") is None:
+    if draft.get_stated(f"{what}_strategy") is None:
         strategy = "steps" if steps else strategy or "no"
     if parts and "max_epochs" in draft.recipe:
         draft.put(ours, f"{1 / parts:.12g} epochs")
@@ -169,7 +169,7 @@ def _put_json(draft: ImportDraft) -> None:
     fp16 = draft.read_value("fp16") is True
     if bf16 not in (None, True, False, "auto"):
         draft.leave_open("bf16", f"{bf16}: write bf16.enabled in the JSON")
-    is_default = draft.stated("bf16") is None
+    is_default = draft.get_stated("bf16") is None
     draft.json["bf16.enabled"] = bf16 if bf16 in (True, "auto") and not (fp16 and is_default) else False
     if fp16:
         draft.json["fp16.enabled"] = True
@@ -198,7 +198,7 @@ def put_adapter(draft: ImportDraft) -> None:
 
 def ask_for_targets(draft: ImportDraft) -> None:
     """Leave `adapter.targets` to the user if the file relies on PEFT's choice of layers."""
-    if draft.stated("lora_target_modules") is None and "adapter.weights" not in draft.recipe:
+    if draft.get_stated("lora_target_modules") is None and "adapter.weights" not in draft.recipe:
         what = "the file names none, and PEFT chooses by the model: for most [q_proj, v_proj]"
         draft.ask("adapter.targets", [FILL_IN], what)
 

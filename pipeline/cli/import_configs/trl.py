@@ -10,7 +10,7 @@ from __future__ import annotations
 from pipeline.cli.import_configs import training_arguments as common
 from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_text
 from pipeline.cli.import_configs.mapping import (
-    FILES,
+    DATASET_FIELDS,
     FILL_IN,
     ImportDraft,
     TrainerTable,
@@ -34,7 +34,7 @@ data.sequence_length: max_length
 data.packing: packing
 data.learn_from: assistant_only_loss completion_only_loss
 data.chat_template as text: chat_template_path
-data.prepare_workers as whole: dataset_num_proc
+data.prepare_workers as integer: dataset_num_proc
 objective.kind, objective.loss_type: loss_type
 objective.beta as number: beta
 objective.gamma as number: simpo_gamma
@@ -48,7 +48,7 @@ objective.center_weight as number: center_rewards_coefficient
 def import_trl(draft: ImportDraft) -> None:
     """Import data, objective and adapter, by trainer."""
     trainer = draft.trainer
-    if draft.stated("learning_rate") is None:
+    if draft.get_stated("learning_rate") is None:
         draft.put(
             "optimizer.learning_rate",
             DEFAULT_LEARNING_RATES.get(trainer, 1e-6),
@@ -86,8 +86,8 @@ def _put_objective(draft: ImportDraft) -> None:
 
 def _put_data(draft: ImportDraft) -> None:
     """Put the sources of the data, and how their rows are read."""
-    places = [{name: f"{at}.{name}" for name in FILES} for at in draft.list_entries("datasets")]
-    if not places and draft.stated("dataset_name") is not None:
+    places = [{name: f"{at}.{name}" for name in DATASET_FIELDS} for at in draft.list_entries("datasets")]
+    if not places and draft.get_stated("dataset_name") is not None:
         places = [SINGLE_DATASET_KEYS]
     sources = [find_source(draft, keys) for keys in places]
     if draft.read_value("dataset_streaming", to_bool):
@@ -102,7 +102,7 @@ def _put_data(draft: ImportDraft) -> None:
     draft.put("data.sequence_length", length)
     draft.put("data.packing", "best_fit" if draft.read_value("packing", to_bool) else "none")
     if field:
-        draft.left_open["dataset_text_field"] = common.TEXT_STARTS
+        draft.left_open["dataset_text_field"] = common.BEGIN_TOKEN_ADVICE
         return
     draft.put("data.append_eos", False)
     if is_sft:
