@@ -1,6 +1,7 @@
-"""Imports Axolotl's YAML (`axolotl train FILE`), by utils/schemas/*.py of July 2026.
+"""Imports Axolotl's YAML (`axolotl train FILE`).
 
-Conversations written by a chat template and plain text are imported; text of other types is left open.
+Keys and defaults are those of Axolotl's utils/schemas/*.py in July 2026. Data sets of plain text, and of
+conversations that a chat template writes, are imported. Other types are left to the user.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from pipeline.cli.import_configs.mapping import (
 )
 from pipeline.errors import ConfigError
 
+# Value of Axolotl's `rl` -> objective.kind. `reward` stands for `reward_model: true`.
 OBJECTIVES = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "reward": "reward"}
-CHAT_TYPES = {
+TEMPLATE_TYPES = {
     None: ("chat_template", "chat_template.load"),
     "dpo": ("chat_template", "chat_template.default"),
     "ipo": ("chat_template", "chat_template.default"),
     "reward": ("bradley_terry.chat_template",),
 }
-"""Types of data sets whose rows the chat template writes, by `rl`."""
-FIELDS = ("messages", "tools", "system", "chosen", "rejected")
-"""Fields of a row that an entry's `field_...` may rename."""
-NAMES = {
+"""Value of `rl` -> types of data sets whose rows the chat template writes."""
+ROW_FIELDS = ("messages", "tools", "system", "chosen", "rejected")
+"""Fields of a row that an entry of `datasets` may rename, by `field_messages` etc."""
+AXOLOTL_NAMES = {
     "model_name_or_path": "base_model",
     "per_device_train_batch_size": "micro_batch_size",
     "num_train_epochs": "num_epochs",
@@ -39,6 +41,8 @@ NAMES = {
     "use_rslora": "peft_use_rslora",
     "use_dora": "peft_use_dora",
 }
+"""Key of transformers or TRL -> key of Axolotl, if they differ."""
+# Recipe keys [as conversion]: Axolotl's keys; see parse_table.
 AXOLOTL_ROWS = parse_table("""
 data.tokenizer: tokenizer_config
 adapter.kind: adapter
@@ -75,7 +79,7 @@ wandb.entity as text: wandb_entity
 
 
 def import_axolotl(draft: ImportDraft) -> None:
-    """Import data, objective and adapter.
+    """Import data, objective, adapter, training arguments and W&B mode.
 
     Raises:
         ConfigError: A value is not supported, or a key is missing that Axolotl itself requires.
@@ -87,34 +91,42 @@ def import_axolotl(draft: ImportDraft) -> None:
     common.put_arguments(draft, common.put_held_out(draft, "val_set_size"))
     if isinstance(draft.recipe["schedule.warmup"], float):
         draft.left_open["warmup_ratio"] = (
-            "steps of warmup are rounded up here; Axolotl rounds down, and by default to 100 steps at most"
+            "steps of warmup are rounded up here; Axolotl rounds down, and its default is at most 100 steps"
         )
-    logs = "auto" if draft.get_stated("wandb_project") else "disabled"
-    draft.put("wandb.mode", draft.read_value("wandb_mode", to_text) or logs)
+    default_mode = "auto" if draft.get_stated("wandb_project") else "disabled"
+    draft.put("wandb.mode", draft.read_value("wandb_mode", to_text) or default_mode)
     if tokenizer := draft.read_value("tokenizer_config", to_text):
         draft.put("data.tokenizer", {"pretrained": tokenizer})
-    needed = ["base_model", "learning_rate"]
-    if (kind := draft.read_value("adapter", to_text)) is not None:
-        if kind not in ("lora", "qlora"):
-            raise draft.make_error("adapter", f"{kind} is not supported; expected lora or qlora")
-        common.put_adapter(draft)
-        needed += ["lora_r", "lora_alpha"] if "adapter.weights" not in draft.recipe else []
-        if draft.read_value("lora_target_linear", to_bool):
-            draft.discard("adapter.targets", "lora_target_linear takes all linear layers")
-        else:
-            common.ask_for_targets(draft)
-    for key in needed:
+    required = ["base_model", "learning_rate"]
+    adapter = draft.read_value("adapter", to_text)
+    if adapter is not None:
+        _put_adapter(draft, adapter)
+        if "adapter.weights" not in draft.recipe:
+            required += ["lora_r", "lora_alpha"]
+    for key in required:
         if draft.get_stated(key) is None:
             raise ConfigError(
                 f"{draft.file.path}: {key} is missing; Axolotl has no default for it, so add it"
             )
 
 
+def _put_adapter(draft: ImportDraft, kind: str) -> None:
+    """Put the adapter of Axolotl's kind `lora` or `qlora`, and the layers that get it."""
+    if kind not in ("lora", "qlora"):
+        raise draft.make_error("adapter", f"{kind} is not supported; expected lora or qlora")
+    common.put_adapter(draft)
+    if draft.read_value("lora_target_linear", to_bool):
+        draft.discard("adapter.targets", "lora_target_linear takes all linear layers")
+    else:
+        common.ask_for_targets(draft)
+
+
 def _put_objective(draft: ImportDraft, rl: str) -> None:
+    """Put the kind of the objective for a value of `rl`, and values that Axolotl fixes."""
     if rl not in OBJECTIVES:
         raise draft.make_error("rl", f"{rl} is not supported; expected {', '.join(OBJECTIVES)}")
     draft.put("objective.kind", OBJECTIVES[rl])
-    if rl == "simpo":  # TRL's CPOConfig
+    if rl == "simpo":  # defaults of TRL's CPOConfig, which Axolotl uses
         draft.recipe = {"objective.gamma": 0.5, "objective.sft_weight": 1.0} | draft.recipe
     elif rl == "reward":
         draft.put("objective.margin_weight", 0.0, "no margins, as in Axolotl")
@@ -123,41 +135,38 @@ def _put_objective(draft: ImportDraft, rl: str) -> None:
 
 
 def _put_data(draft: ImportDraft, rl: str | None) -> None:
-    streams = draft.list_entries("pretraining_dataset")
-    entries = draft.list_entries("datasets") + streams
-    types = {str(draft.read_value(f"{at}.type") or "pretrain") for at in entries}
-    is_text = bool(types) and rl is None and types <= {"completion", "pretrain"}
-    kind = "text" if is_text else "chat"
+    """Put the sources of the data, and how their rows are read."""
+    pretraining_entries = draft.list_entries("pretraining_dataset")
+    entries = draft.list_entries("datasets") + pretraining_entries
+    types = {str(draft.read_value(f"{entry}.type") or "pretrain") for entry in entries}
     if rl:
         kind = "preference"
-    put_sources(draft, kind, [_find_source(draft, at, kind) for at in entries])
+    elif types and types <= {"completion", "pretrain"}:
+        kind = "text"
+    else:
+        kind = "chat"
+    put_sources(draft, kind, [_find_source(draft, entry, kind) for entry in entries])
     length = draft.read_value("sequence_len", to_int)
     packs = draft.read_value("sample_packing", to_bool)
     draft.put("data.sequence_length", length)
-    if streams:
+    if pretraining_entries:
         draft.put("data.packing", "concatenate")
     else:
         draft.put("data.packing", "best_fit" if packs else "none")
-    if is_text:
+    if kind == "text":
         draft.left_open["type"] = common.BEGIN_TOKEN_ADVICE
         return
     if rl:
         common.put_preferences(draft, length)
-    too_long = draft.read_value("excess_length_strategy", to_text)
-    draft.put("data.too_long", "error" if too_long == "raise" else "drop")
-    if too_long not in (None, "drop", "raise"):
-        draft.leave_open("excess_length_strategy", f"{too_long}: a row that is too long is left out here")
-    draft.put("data.append_eos", False)
-    draft.put("data.learn_from", "content", "and the end token after it, as in Axolotl")
-    if draft.read_value("train_on_inputs", to_bool):
-        draft.leave_open(
-            "train_on_inputs",
-            "in Axolotl the content of every turn counts in the loss, here only the assistant's",
-        )
-    if others := types - set(CHAT_TYPES.get(rl, ())):
-        what = f"a Jinja file that writes what Axolotl's type {', '.join(sorted(others))} writes"
+    _put_row_rules(draft)
+    other_types = types - set(TEMPLATE_TYPES.get(rl, ()))
+    if other_types:
+        names = ", ".join(sorted(other_types))
         draft.ask(
-            "data.chat_template", f"{FILL_IN}.jinja", f"{what} (docs/data.md, Rows that a template reads)"
+            "data.chat_template",
+            f"{FILL_IN}.jinja",
+            f"a Jinja file that writes the same text as Axolotl's type {names} (docs/data.md, Rows that a "
+            "template reads)",
         )
         draft.put("data.layout", "row")
     else:
@@ -165,38 +174,60 @@ def _put_data(draft: ImportDraft, rl: str | None) -> None:
         draft.put("data.layout", "icr" if rl == "reward" else layout)
         _put_template(draft)
     if rl in ("dpo", "ipo"):
-        draft.left_open["eos_token"] = "TRL adds it after another end of a turn, and counts it in the loss"
+        draft.left_open["eos_token"] = (
+            "if a turn ends with another token, TRL adds the end token and counts it in the loss; here it is "
+            "not added"
+        )
+
+
+def _put_row_rules(draft: ImportDraft) -> None:
+    """Put what happens to rows that are too long, and which tokens of a row count in the loss."""
+    too_long = draft.read_value("excess_length_strategy", to_text)
+    draft.put("data.too_long", "error" if too_long == "raise" else "drop")
+    if too_long not in (None, "drop", "raise"):
+        draft.leave_open("excess_length_strategy", f"{too_long}: rows that are too long are left out here")
+    draft.put("data.append_eos", False)
+    draft.put("data.learn_from", "content", "and the end token after it, as in Axolotl")
+    if draft.read_value("train_on_inputs", to_bool):
+        draft.leave_open(
+            "train_on_inputs",
+            "in Axolotl the content of every turn counts in the loss, here only the assistant's",
+        )
 
 
 def _put_template(draft: ImportDraft) -> None:
-    given = draft.read_value("chat_template", to_text)
-    jinja = draft.read_value("chat_template_jinja", to_text)
-    found = draft.find_path(jinja) if jinja and "{" not in jinja else None
-    if found is not None and given in (None, "jinja"):
-        draft.put("data.chat_template", str(found))
-    elif given == "chatml":
+    """Put the chat template: a file, `chatml` or the tokenizer's own; leave others to the user."""
+    name = draft.read_value("chat_template", to_text)
+    jinja = draft.read_value("chat_template_jinja", to_text)  # a path, or the template itself
+    path = draft.find_path(jinja) if jinja and "{" not in jinja else None
+    if path is not None and name in (None, "jinja"):
+        draft.put("data.chat_template", str(path))
+    elif name == "chatml":
         draft.put("data.chat_template", "chatml")
-    elif jinja or given not in (None, "tokenizer_default"):
-        what = f"a Jinja file with Axolotl's {given} (utils/chat_templates/templates), or one for {given}"
-        draft.ask("data.chat_template", f"{FILL_IN}.jinja", what)
+    elif jinja or name not in (None, "tokenizer_default"):
+        template = f"Axolotl's template {name} (utils/chat_templates/templates)"
+        if name in (None, "jinja", "tokenizer_default"):
+            template = "the template of chat_template_jinja"
+        draft.ask("data.chat_template", f"{FILL_IN}.jinja", f"a Jinja file with {template}")
 
 
-def _find_source(draft: ImportDraft, at: str, kind: str) -> Source:
-    source = find_source(draft, {name: f"{at}.{name}" for name in DATASET_FIELDS})
+def _find_source(draft: ImportDraft, entry: str, kind: str) -> Source:
+    """Return the source of an entry of `datasets`, whose dotted key is `entry`, for data of this kind."""
+    source = find_source(draft, {name: f"{entry}.{name}" for name in DATASET_FIELDS})
     if kind == "text":
-        return source | {"text_field": draft.read_value(f"{at}.field", to_text) or "text"}
-    named = {name: draft.read_value(f"{at}.field_{name}", to_text) or name for name in FIELDS}
+        return source | {"text_field": draft.read_value(f"{entry}.field", to_text) or "text"}
+    names = {name: draft.read_value(f"{entry}.field_{name}", to_text) or name for name in ROW_FIELDS}
     if kind == "chat":
-        named["conversations"] = named.pop("messages")
-    fields = {ours: theirs for ours, theirs in named.items() if ours != theirs}
+        names["conversations"] = names.pop("messages")
+    fields = {ours: theirs for ours, theirs in names.items() if ours != theirs}
     return source | ({"fields": fields} if fields else {})
 
 
 TOOL = TrainerTable(
     title="Axolotl",
-    rows=common.rename_keys(common.ROWS | common.MODEL_ROWS, NAMES) | AXOLOTL_ROWS,
+    rows=common.rename_keys(common.ROWS | common.MODEL_ROWS, AXOLOTL_NAMES) | AXOLOTL_ROWS,
     import_values=import_axolotl,
-    names=NAMES,
+    names=AXOLOTL_NAMES,
     defaults={key: common.DEFAULTS[key] for key in ("weight_decay", "adam_beta1", "adam_beta2", "seed")}
     | {"max_grad_norm": 1.0, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1.0}
     | {"sequence_len": 512, "optimizer": "adamw_torch_fused", "lr_scheduler": "cosine", "warmup_ratio": 0.03}

@@ -1,4 +1,4 @@
-"""Imports transformers' TrainingArguments (4.57 and 5), whose keys and rules other trainers share."""
+"""Imports transformers' TrainingArguments (4.57 and 5). Other trainers share their keys and rules."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_names, to_number, to_text
 from pipeline.cli.import_configs.mapping import FILL_IN, ImportDraft, TrainerTable, put_sources
 
+# Keys here [as conversion]: keys of TrainingArguments; see parse_table.
 ROWS = parse_table("""
 batch.micro_batch_size: per_device_train_batch_size
 batch.global_batch_size: gradient_accumulation_steps
@@ -49,7 +50,7 @@ adapter.targets as targets: lora_target_modules
 adapter.modules_to_save as names: lora_modules_to_save
 optimizer.groups as LoRA+: loraplus_lr_ratio
 """)
-"""Keys of the trainers whose files name a model, by TRL's names."""
+"""Keys of the other trainers, whose files also name a model, by TRL's names."""
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5,
     "weight_decay": 0.0,
@@ -64,6 +65,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 42,
     "optim": "adamw_torch_fused",
 }
+"""Defaults of TrainingArguments."""
 SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -71,15 +73,16 @@ SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
+"""Value of `lr_scheduler_type` -> schedule.kind."""
 BEGIN_TOKEN_ADVICE = (
-    "there, a tokenizer with a begin token puts it before each text, here not; for the same ids write a "
-    "template (docs/data.md, Rows that a template reads)"
+    "a tokenizer's begin token is not put before each text here, as the other trainer does; for the same ids "
+    "write a template (docs/data.md, Rows that a template reads)"
 )
 
 
-def rename_keys(table: Mapping[str, Any], by: Mapping[str, str]) -> dict[str, Any]:
-    """Return a table with its keys renamed to a trainer's own names."""
-    return {by.get(key, key): value for key, value in table.items()}
+def rename_keys(table: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a table with its keys renamed to a trainer's own names, by `names`."""
+    return {names.get(key, key): value for key, value in table.items()}
 
 
 def put_arguments(draft: ImportDraft, has_eval: bool) -> None:
@@ -87,113 +90,134 @@ def put_arguments(draft: ImportDraft, has_eval: bool) -> None:
 
     Args:
         draft: Draft to put the values into.
-        has_eval: Whether the run has held-out data.
+        has_eval: Whether the run has held-out data; without, intervals of evaluation have no effect.
+
+    Raises:
+        ConfigError: A value has the wrong type, or is not positive.
     """
-    _put_length(draft)
+    _put_batch_size_and_length(draft)
     draft.put("optimizer.betas", [draft.read_value(key, to_number) for key in ("adam_beta1", "adam_beta2")])
     _put_schedule(draft)
     _put_cadence(draft, "checkpoint.every", "save")
     if has_eval:
         _put_cadence(draft, "eval.every", "eval")
-    where = set(draft.read_value("report_to", to_names) or [])
-    draft.put("wandb.mode", "auto" if where & {"wandb", "all"} else "disabled")
-    if where & {"tensorboard", "all"}:
+    trackers = set(draft.read_value("report_to", to_names) or [])
+    draft.put("wandb.mode", "auto" if trackers & {"wandb", "all"} else "disabled")
+    if trackers & {"tensorboard", "all"}:
         draft.put("log.tensorboard", True)
-    if where - {"wandb", "all", "tensorboard", "none"}:
-        draft.leave_open("report_to", "W&B and TensorBoard are; others: docs/your-own-tracker.md")
+    if trackers - {"wandb", "all", "tensorboard", "none"}:
+        draft.leave_open(
+            "report_to", "only W&B and TensorBoard are imported; for others see docs/your-own-tracker.md"
+        )
     _put_json(draft)
 
 
-def _put_length(draft: ImportDraft) -> None:
-    """Put the batch size, which is per GPU there, and the steps or epochs of the run."""
-    micro = "per_device_train_batch_size"
-    size = draft.read_value(micro, to_int)
-    steps = draft.read_value("gradient_accumulation_steps", to_int)
-    product = f"{size} (per GPU) x {steps} (accumulated) x {draft.gpus} (GPUs, --gpus)"
-    if min(size, steps) < 1:
-        raise draft.make_error(micro, f"{product} is no batch size; expected positive numbers")
+def _put_batch_size_and_length(draft: ImportDraft) -> None:
+    """Put the batch size, which is per GPU in the imported file, and the steps or epochs of the run."""
+    size_key = "per_device_train_batch_size"
+    size = draft.read_value(size_key, to_int)
+    accumulated = draft.read_value("gradient_accumulation_steps", to_int)
+    product = f"{size} (per GPU) x {accumulated} (accumulated) x {draft.gpus} (GPUs, --gpus)"
+    if min(size, accumulated) < 1:
+        raise draft.make_error(size_key, f"{product} is no batch size; expected positive numbers")
     draft.put("batch.micro_batch_size", size)
-    draft.put("batch.global_batch_size", size * steps * draft.gpus, product)
-    limit = draft.read_value("max_steps", to_int)
-    if limit is not None and limit > 0:
-        draft.put("max_steps", limit)
+    draft.put("batch.global_batch_size", size * accumulated * draft.gpus, product)
+    max_steps = draft.read_value("max_steps", to_int)
+    if max_steps is not None and max_steps > 0:
+        draft.put("max_steps", max_steps)
     else:
         draft.put("max_epochs", draft.read_value("num_train_epochs", to_number))
 
 
 def _put_schedule(draft: ImportDraft) -> None:
-    given = draft.read_value("lr_scheduler_type", to_text)
-    if given not in SCHEDULES:
-        draft.leave_open("lr_scheduler_type", f"{given}: write schedule.kind; until then the default holds")
+    """Put the kind of the schedule, its final learning rate and its warmup."""
+    scheduler = draft.read_value("lr_scheduler_type", to_text)
+    kind = SCHEDULES.get(scheduler)
+    if kind is None:
+        draft.leave_open("lr_scheduler_type", f"{scheduler}: not supported; write another schedule.kind")
     else:
-        draft.put("schedule.kind", SCHEDULES[given])
-        if SCHEDULES[given] != "constant":
-            ratio = draft.read_value("lr_scheduler_kwargs.min_lr_rate", to_number)
-            draft.put("schedule.min_learning_rate_ratio", ratio or 0.0)
-    if given == "constant":
+        draft.put("schedule.kind", kind)
+    if kind not in (None, "constant"):
+        ratio = draft.read_value("lr_scheduler_kwargs.min_lr_rate", to_number)
+        draft.put("schedule.min_learning_rate_ratio", ratio or 0.0)
+    if scheduler == "constant":
         draft.put("schedule.warmup", 0, "transformers' constant schedule has no warmup")
         return
     steps = draft.read_value("warmup_steps", to_number)
     share = draft.read_value("warmup_ratio", to_number)
-    if draft.get_stated("warmup_steps") is not None and draft.get_stated("warmup_ratio") is None:
-        share = None
+    states_only_steps = (
+        draft.get_stated("warmup_steps") is not None and draft.get_stated("warmup_ratio") is None
+    )
+    if states_only_steps:
+        share = None  # a default
     if steps and steps >= 1:
         draft.put("schedule.warmup", to_int(steps))
-    else:  # in transformers 5 warmup_steps may be the share
+    else:  # in transformers 5, warmup_steps below 1 is a share of the steps
         draft.put("schedule.warmup", float(steps or share or 0) or 0)
 
 
-def _put_cadence(draft: ImportDraft, ours: str, what: str) -> None:
-    """Put the interval of checkpoints (`save`) or evaluations (`eval`)."""
-    steps = draft.read_value(f"{what}_steps", to_number)
-    strategy = draft.read_value(f"{what}_strategy")
-    parts = draft.read_value(f"{what}s_per_epoch", to_number)
-    if draft.get_stated(f"{what}_strategy") is None:
+def _put_cadence(draft: ImportDraft, ours: str, event: str) -> None:
+    """Put the interval of checkpoints (`event` is save) or evaluations (eval), as steps or epochs.
+
+    Args:
+        draft: Draft to put the interval into.
+        ours: Key of the recipe.
+        event: Beginning of their keys: `EVENT_steps`, `EVENT_strategy` and, in Axolotl, `EVENTs_per_epoch`.
+    """
+    steps = draft.read_value(f"{event}_steps", to_number)
+    strategy = draft.read_value(f"{event}_strategy")
+    per_epoch = draft.read_value(f"{event}s_per_epoch", to_number)
+    if draft.get_stated(f"{event}_strategy") is None:
         strategy = "steps" if steps else strategy or "no"
-    if parts and "max_epochs" in draft.recipe:
-        draft.put(ours, f"{1 / parts:.12g} epochs")
-    elif strategy == "epoch" and not parts:
+    if per_epoch and "max_epochs" in draft.recipe:
+        draft.put(ours, f"{1 / per_epoch:.12g} epochs")
+    elif strategy == "epoch" and not per_epoch:
         draft.put(ours, "1 epochs")
-    elif strategy in (False, "no") and not parts:
+    elif strategy in (False, "no") and not per_epoch:
         draft.put(ours, 0)
     elif strategy == "steps" and steps is not None and steps >= 1:
         draft.put(ours, to_int(steps))
     else:
-        for key in (f"{what}_steps", f"{what}_strategy", f"{what}s_per_epoch"):
+        for key in (f"{event}_steps", f"{event}_strategy", f"{event}s_per_epoch"):
             draft.leave_open(key, f"write {ours} in steps or epochs")
 
 
 def _put_json(draft: ImportDraft) -> None:
-    """Put precision and the DeepSpeed JSON that the file names; without one, choose by FSDP."""
+    """Put the precision, and the DeepSpeed JSON to start from.
+
+    That is the JSON of the imported file; without one, `zero3` if the file shards by FSDP, else `zero2`.
+    """
     bf16 = draft.read_value("bf16")
     fp16 = draft.read_value("fp16") is True
     if bf16 not in (None, True, False, "auto"):
         draft.leave_open("bf16", f"{bf16}: write bf16.enabled in the JSON")
-    is_default = draft.get_stated("bf16") is None
-    draft.json["bf16.enabled"] = bf16 if bf16 in (True, "auto") and not (fp16 and is_default) else False
+    fp16_wins = fp16 and draft.get_stated("bf16") is None  # bf16 is only a default then
+    draft.json["bf16.enabled"] = bf16 if bf16 in (True, "auto") and not fp16_wins else False
     if fp16:
         draft.json["fp16.enabled"] = True
-    cut = [key for key in ("fsdp", "fsdp_config") if draft.read_value(key)]
-    for key in cut:
-        draft.leave_open(key, "ZeRO 3 divides the weights, or the imported JSON does; see docs/splits.md")
-    draft.base = draft.read_value("deepspeed") or ("zero3" if cut else "zero2")
+    fsdp_keys = [key for key in ("fsdp", "fsdp_config") if draft.read_value(key)]
+    for key in fsdp_keys:
+        draft.leave_open(key, "ZeRO 3 shards the weights, or the imported JSON does; see docs/splits.md")
+    draft.base = draft.read_value("deepspeed") or ("zero3" if fsdp_keys else "zero2")
     if not isinstance(draft.base, str | dict):
         raise draft.make_error("deepspeed", f"expected a file's name or a mapping, given {draft.base!r}")
 
 
 def put_adapter(draft: ImportDraft) -> None:
-    """Put the kind of a low-rank adapter, and remove its shape if a saved adapter is loaded."""
-    rs = draft.read_value("use_rslora", to_bool)
-    dora = draft.read_value("use_dora", to_bool)
-    plain = "rslora" if rs else "lora"
-    draft.put("adapter.kind", "dora" if dora else plain)
-    if rs and dora:
+    """Put the kind of a low-rank adapter, and remove rank, alpha and targets if a saved adapter is loaded."""
+    uses_rslora = draft.read_value("use_rslora", to_bool)
+    uses_dora = draft.read_value("use_dora", to_bool)
+    if uses_dora:
+        draft.put("adapter.kind", "dora")
+    else:
+        draft.put("adapter.kind", "rslora" if uses_rslora else "lora")
+    if uses_rslora and uses_dora:
         draft.leave_open(
             "use_rslora", "with use_dora: multiply adapter.alpha by the square root of adapter.rank"
         )
     if "adapter.weights" in draft.recipe:
         for key in ("rank", "alpha", "targets"):
-            draft.discard(f"adapter.{key}", "the loaded adapter has its own")
+            draft.discard(f"adapter.{key}", f"the loaded adapter has its own {key}")
 
 
 def ask_for_targets(draft: ImportDraft) -> None:
@@ -204,23 +228,35 @@ def ask_for_targets(draft: ImportDraft) -> None:
 
 
 def put_preferences(draft: ImportDraft, length: int) -> None:
-    """Put the settings of all preference data: one example is one sample, whole in a sequence."""
+    """Put the lengths and the packing of preference data: one pair of answers is one sample.
+
+    Args:
+        draft: Draft to put them into.
+        length: Tokens of a prompt with one answer, at most.
+    """
     draft.put("data.sequence_length", 2 * length, f"two answers of {length} tokens, each with its prompt")
     draft.put("data.answer_length", length)
-    draft.put("data.packing", "none", "one example is one sample, as there")
+    draft.put("data.packing", "none", "one example is one sample, as in the imported file's trainer")
 
 
 def put_held_out(draft: ImportDraft, key: str) -> bool:
-    """Put the held-out share of the data, and return whether it is more than 0."""
+    """Put the held-out share of the data, and return whether it is more than 0.
+
+    A number of rows, which the recipe does not take, is left open.
+
+    Args:
+        draft: Draft to put the share into.
+        key: Key of theirs: a share below 1, or a number of rows.
+    """
     share = draft.read_value(key, to_number) or 0.0
     if share >= 1:
-        draft.leave_open(key, "a number of rows; write their share as data.eval_fraction")
+        draft.leave_open(key, "it is a number of rows; write the share of the rows as data.eval_fraction")
     draft.put("data.eval_fraction", share if share < 1 else 0.0)
     return 0 < share < 1
 
 
 def import_training_arguments(draft: ImportDraft) -> None:
-    """Import the arguments of transformers' Trainer. Model and data are in the user's script."""
+    """Import the arguments of transformers' Trainer. The data, which the user's script has, is left open."""
     put_sources(draft, "chat", [])
     put_arguments(draft, draft.read_value("eval_strategy") not in (None, "no", False))
 
