@@ -31,48 +31,72 @@ TOOLS: dict[str, TrainerTable] = {
     **{f"trl-{trainer}": trl.TOOL for trainer in trl.TRAINERS},
     "accelerate": accelerate.TOOL,
 }
-RECIPE = "recipe.yaml"
-JSON = "deepspeed.json"
-OF_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print"}
+"""Key that `--from` takes -> table of the trainer."""
+RECIPE_FILE = "recipe.yaml"
+JSON_FILE = "deepspeed.json"
+# A file with one of these keys is a DeepSpeed JSON, and not a configuration of a trainer.
+DEEPSPEED_KEYS = {
+    "zero_optimization",
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+    "steps_per_print",
+}
 
 
-def draft_recipe(path: Path, origin: str | None, gpus: int) -> ImportDraft:
-    """Return the draft of a recipe from another trainer's file.
+def draft_recipe(path: Path, tool_name: str | None, gpus: int) -> ImportDraft:
+    """Return the draft of a recipe and a JSON from another trainer's file.
 
     Args:
         path: YAML or JSON of the other trainer.
-        origin: Key of TOOLS; `None` to tell the trainer by the file's keys.
+        tool_name: Key of TOOLS; `None` to recognise the trainer by the file's keys.
         gpus: Number of GPUs that the other run used.
 
     Raises:
         ConfigError: The file is missing, malformed or of no known trainer, or a value cannot be imported.
     """
     file = read_json(path) if path.suffix == ".json" else read_yaml(path)
-    if OF_DEEPSPEED & set(file.tree):
+    if DEEPSPEED_KEYS & set(file.tree):
         raise ConfigError(f"{path}: a DeepSpeed JSON needs no import; give it to --deepspeed as it is")
-    origin = origin or _recognised(file)
-    draft = ImportDraft(file, TOOLS[origin], gpus, origin.removeprefix("trl-"))
+    tool_name = tool_name or _recognise_tool(file)
+    draft = ImportDraft(file, TOOLS[tool_name], gpus, tool_name.removeprefix("trl-"))
     draft.import_keys()
     draft.put("model.kind", "causal_lm")
-    model = draft.recipe.get("model.pretrained")
-    if draft.has_recipe and model is None:
-        draft.ask(
-            "model.pretrained", FILL_IN, "the model's folder or name on the hub; the imported file has none"
-        )
-    elif model is not None and (found := draft.find_path(model)) is not None and found.is_dir():
-        draft.put("model.pretrained", str(found))
-    elif model is not None and is_path(model):
-        draft.fill_in.append(f"model.pretrained: {model} is not on this machine")
+    if draft.has_recipe:
+        _locate_model(draft)
     return draft
 
 
-def _recognised(file: ConfigFile) -> str:
-    """Return the key of TOOLS whose table knows most of the file's keys, the first in a tie."""
-    known = {name: {key.partition(".")[0] for key in tool.rows} for name, tool in TOOLS.items()}
-    best = max(known, key=lambda name: len(known[name] & set(file.tree)))
-    if len(known[best] & set(file.tree)) * 2 < max(len(file.tree), 1):
+def _locate_model(draft: ImportDraft) -> None:
+    """Make the model's path absolute. Leave it to the user if the file has none, or if it is not here."""
+    model = draft.recipe.get("model.pretrained")
+    if model is None:
+        draft.ask(
+            "model.pretrained", FILL_IN, "the model's folder or name on the hub; the imported file has none"
+        )
+        return
+    path = draft.find_path(model)
+    if path is not None and path.is_dir():
+        draft.put("model.pretrained", str(path))
+    elif is_path(model):
+        draft.fill_in.append(f"model.pretrained: {model} is not on this machine")
+
+
+def _recognise_tool(file: ConfigFile) -> str:
+    """Return the key of TOOLS whose table has most of the file's keys, the first in a tie.
+
+    Raises:
+        ConfigError: No table has half of the keys, or the file is one of TRL, whose trainer has to be named.
+    """
+    keys = set(file.tree)
+    num_shared = {}
+    for name, tool in TOOLS.items():
+        num_shared[name] = len(keys & {key.partition(".")[0] for key in tool.rows})
+    best = max(num_shared, key=num_shared.__getitem__)
+    if num_shared[best] * 2 < max(len(keys), 1):
         titles = ", ".join(dict.fromkeys(tool.title for tool in TOOLS.values()))
-        raise ConfigError(f"{file.path}: no configuration of {titles}; if it is one, name it with --from")
+        raise ConfigError(
+            f"{file.path}: no configuration of {titles}, by its keys; if it is one, add --from TOOL"
+        )
     if TOOLS[best] is trl.TOOL:
         choices = ", ".join(f"trl-{trainer}" for trainer in trl.TRAINERS)
         raise ConfigError(f"{file.path}: TRL's files do not name their trainer; add --from {choices}")
@@ -80,59 +104,75 @@ def _recognised(file: ConfigFile) -> str:
 
 
 def write_files(draft: ImportDraft, folder: Path) -> str:
-    """Write recipe and JSON after loading them as a check, and return the origin of the JSON.
+    """Write recipe and JSON after loading them as a check, and return the origin of the JSON for the user.
+
+    A file of accelerate has only a JSON, which is not loaded. Files in the folder are overwritten.
 
     Raises:
-        ConfigError: The recipe would be invalid. The message names the imported key.
+        ConfigError: The recipe would be invalid. The message names the key of theirs, and nothing is written.
     """
     tree, origin = make_json(draft)
     if draft.has_recipe:
-        made = {JSON: format_json(tree), RECIPE: format_recipe(draft)}
-        _check(draft, made)
+        contents = {JSON_FILE: format_json(tree), RECIPE_FILE: format_recipe(draft)}
+        _check_files(draft, contents)
     else:  # JSON has no comments, and the loader ignores this key
-        made = {JSON: format_json({"_comment": [*format_open_points(draft)], **tree})}
+        contents = {JSON_FILE: format_json({"_comment": [*format_open_points(draft)], **tree})}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in made.items():
+    for name, content in contents.items():
         replace_file(folder / name, content)
     return origin
 
 
-def _check(draft: ImportDraft, made: dict[str, str]) -> None:
-    """Raise a ConfigError if the loader refuses recipe and JSON, written to a temporary folder."""
+def _check_files(draft: ImportDraft, contents: dict[str, str]) -> None:
+    """Write recipe and JSON to a temporary folder, and load them.
+
+    Args:
+        draft: Draft from which they were made.
+        contents: File name -> text, with RECIPE_FILE and JSON_FILE.
+
+    Raises:
+        ConfigError: The loader refuses them. The message names the key of theirs that has the invalid value.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in made.items():
+        for name, content in contents.items():
             (Path(folder) / name).write_text(content)
-        try:  # the override keeps the loader from looking for the tokenizer of a model that is not here yet
-            load_settings(Path(folder) / RECIPE, Path(folder) / JSON, ["data.tokenizer.pretrained=elsewhere"])
+        # This override keeps the loader from looking for the tokenizer of a model that is not here yet.
+        overrides = ["data.tokenizer.pretrained=elsewhere"]
+        try:
+            load_settings(Path(folder) / RECIPE_FILE, Path(folder) / JSON_FILE, overrides)
         except ConfigError as error:
             message = re.sub(rf"{re.escape(folder)}/\S+:\d+: ", "", str(error))
-            theirs = [
-                f"{key}: "
-                for key, row in draft.tool.rows.items()
-                if message.partition(":")[0] in row.ours.split(", ") and draft.theirs.get(key) is not None
-            ]
-            where = "".join(theirs[:1])
+            their_key = _find_their_key(draft, message.partition(":")[0])
+            place = f"{their_key}: " if their_key else ""
             raise ConfigError(
-                f"{draft.file.path}: {where}its value makes an invalid recipe: {message}"
+                f"{draft.file.path}: {place}its value makes an invalid recipe: {message}"
             ) from None
 
 
+def _find_their_key(draft: ImportDraft, ours: str) -> str | None:
+    """Return the first key of theirs that is mapped to a key of the recipe and has a value, or `None`."""
+    for key, row in draft.tool.rows.items():
+        if ours in row.ours.split(", ") and draft.theirs.get(key) is not None:
+            return key
+    return None
+
+
 def format_json(tree: Tree) -> str:
-    """Return the text of a JSON file."""
+    """Return the text of a JSON file, indented and with a final line break."""
     return json.dumps(tree, indent=2) + "\n"
 
 
 def format_open_points(draft: ImportDraft) -> Iterator[str]:
-    """Yield one line for each key to fill in, key left open, and reason of keys without effect."""
-    yield from (f"fill in: {each}" for each in draft.fill_in)
+    """Yield a line for each key to fill in, each key left open, and each reason of keys without effect."""
+    yield from (f"fill in: {line}" for line in draft.fill_in)
     yield from (f"left open: {key}: {what_to_do}" for key, what_to_do in draft.left_open.items())
     for reason in dict.fromkeys(draft.no_effect.values()):
-        keys = ", ".join(key for key, each in draft.no_effect.items() if each == reason)
+        keys = ", ".join(key for key, its_reason in draft.no_effect.items() if its_reason == reason)
         yield f"without effect: {keys}: {reason}"
 
 
 def format_recipe(draft: ImportDraft) -> str:
-    """Return the recipe as YAML, below comments on decisions and open points."""
+    """Return the recipe as YAML, in the order of the schema, below comments on decisions and open points."""
     lines = [f"From {draft.tool.title}'s {draft.file.path.name}, by python -m pipeline import."]
     lines += [f"{key}: {remark}" for key, remark in draft.remarks.items() if key in draft.recipe]
     comments = [
@@ -141,20 +181,23 @@ def format_recipe(draft: ImportDraft) -> str:
     order = list(RunConfig.model_fields)
     tree: Tree = {}
     for key in sorted(draft.recipe, key=lambda key: order.index(key.partition(".")[0])):
-        set_dotted(tree, key.split("."), draft.recipe[key], RECIPE)
+        set_dotted(tree, key.split("."), draft.recipe[key], RECIPE_FILE)
     return (
         "\n".join(comments) + "\n" + yaml.dump(tree, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
     )
 
 
 def make_json(draft: ImportDraft) -> tuple[Tree, str]:
-    """Return the DeepSpeed JSON and its origin, as a text for the user."""
+    """Return the DeepSpeed JSON with the values of the draft, and its origin as a text for the user.
+
+    Without a usable JSON of theirs, it is made from one in ds_configs/.
+    """
     tree, origin = _read_their_json(draft)
     if tree is None:
-        is_quantized = "adapter.quantize" in draft.recipe  # ZeRO 3 cannot divide weights in 4 bits
+        is_quantized = "adapter.quantize" in draft.recipe  # ZeRO 3 cannot shard weights in 4 bits
         name = "zero3" if draft.base == "zero3" and not is_quantized else "zero2"
         tree = read_json(DS_CONFIGS / f"{name}.json").tree
-        origin = f"ds_configs/{name}.json"
+        origin = f"from ds_configs/{name}.json"
     if not draft.json.get("fp16.enabled"):
         tree.pop("fp16", None)
     for dotted, value in draft.json.items():
@@ -165,21 +208,23 @@ def make_json(draft: ImportDraft) -> tuple[Tree, str]:
 def _read_their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
     """Return the imported file's DeepSpeed JSON without keys that the recipe owns, and its origin.
 
-    `None` in place of the JSON if there is none, it does not exist here, or the loader refuses it.
+    The JSON is `None`, and the origin empty, if the file has none, or if it is left open: it does not exist
+    here, or the loader refuses it.
     """
+    if draft.base in ("zero2", "zero3"):
+        return None, ""
     if isinstance(draft.base, dict):
-        file = ConfigFile(draft.file.path, json.loads(json.dumps(draft.base)))
+        file = ConfigFile(draft.file.path, json.loads(json.dumps(draft.base)))  # a copy, to be changed
         origin = "from the imported file"
-    elif draft.base in ("zero2", "zero3"):
-        return None, ""
-    elif (path := draft.find_path(draft.base)) is None:
-        draft.left_open["deepspeed"] = (
-            f"{draft.base} does not exist here; copy it and import again, or choose a split"
-        )
-        return None, ""
     else:
+        path = draft.find_path(draft.base)
+        if path is None:
+            draft.left_open["deepspeed"] = (
+                f"{draft.base} does not exist here; copy it and import again, or choose a file of ds_configs/"
+            )
+            return None, ""
         file = read_json(path)
-        origin = str(path)
+        origin = f"from {path}"
     for dotted in deepspeed_keys.RECIPE_OWNS:
         file.tree.pop(dotted.partition(".")[0], None)
     try:
@@ -191,19 +236,23 @@ def _read_their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
 
 
 HELP = "convert a configuration of LLaMA-Factory, Axolotl, TRL, the Trainer or accelerate to a recipe"
+DESCRIPTION = """\
+Convert a configuration of LLaMA-Factory, Axolotl, TRL, transformers' Trainer or accelerate to a recipe and a
+DeepSpeed JSON in a new folder. Each key that is not imported is printed with what to do about it, or with the
+reason for which it has no effect."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = HELP
+    parser.description = DESCRIPTION
     add = parser.add_argument
     add("theirs", type=Path, metavar="THEIRS.yaml", help="configuration of the other trainer")
-    add("-o", "--output", type=Path, metavar="FOLDER", help="default: beside THEIRS.yaml, without .yaml")
-    gpus = "GPUs of the other run; its batch size is per GPU (default: 1)"
+    add("-o", "--output", type=Path, metavar="FOLDER", help="folder to write (default: THEIRS)")
+    gpus = "number of GPUs of the other run, whose batch size is per GPU (default: 1)"
     add("--gpus", type=int, default=1, metavar="N", help=gpus)
-    tools = f"{', '.join(TOOLS)} (default: by the file's keys)"
-    add("--from", dest="origin", choices=list(TOOLS), metavar="TOOL", help=tools)
-    add("--force", action="store_true", help="overwrite files in the folder")
+    tools = f"the other trainer: {', '.join(TOOLS)} (default: recognised by the file's keys)"
+    add("--from", dest="tool_name", choices=list(TOOLS), metavar="TOOL", help=tools)
+    add("--force", action="store_true", help="overwrite files of the folder")
 
 
 @report_file_errors()
@@ -211,26 +260,27 @@ def run(arguments: argparse.Namespace) -> None:
     """Import the configuration, write recipe and JSON, and print what is left to do.
 
     Raises:
-        PipelineError: The file cannot be imported, or the folder exists and is not empty.
+        PipelineError: The file cannot be imported, or the folder is not empty and `--force` is not given.
     """
     theirs: Path = arguments.theirs
     folder: Path = arguments.output or theirs.with_suffix("")
     if arguments.gpus < 1:
         raise PipelineError(f"--gpus {arguments.gpus}: expected a positive number")
-    draft = draft_recipe(theirs, arguments.origin, arguments.gpus)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not arguments.force:
+    draft = draft_recipe(theirs, arguments.tool_name, arguments.gpus)
+    is_occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if is_occupied and not arguments.force:
         raise PipelineError(f"{folder} exists and is not empty; choose another folder (--output), or --force")
-    origin = write_files(draft, folder)
-    said = [f"{folder / RECIPE}: {draft.tool.title}'s {theirs.name}"] if draft.has_recipe else []
-    said.append(f"{folder / JSON}: {origin}")
+    json_origin = write_files(draft, folder)
+    lines = []
+    if draft.has_recipe:
+        lines.append(f"{folder / RECIPE_FILE}: from {draft.tool.title}'s {theirs.name}")
+    lines.append(f"{folder / JSON_FILE}: {json_origin}")
     batch = "batch.global_batch_size"
-    said += [f"{batch}: {draft.recipe[batch]} = {draft.remarks[batch]}"] if batch in draft.recipe else []
-    said += format_open_points(draft)
-    for line in said:
+    if batch in draft.recipe:
+        lines.append(f"{batch}: {draft.recipe[batch]} = {draft.remarks[batch]}")
+    lines += format_open_points(draft)
+    recipe = folder / RECIPE_FILE if draft.has_recipe else "RECIPE.yaml"
+    command = format_train_command(draft.gpus, "--deepspeed", folder / JSON_FILE, "--config", recipe)
+    lines.append(f"train by: {command}")
+    for line in lines:
         print(shorten_message(line))
-    recipe = folder / RECIPE if draft.has_recipe else "RECIPE.yaml"
-    print(
-        shorten_message(
-            f"train by: {format_train_command(draft.gpus, '--deepspeed', folder / JSON, '--config', recipe)}"
-        )
-    )
