@@ -1,4 +1,4 @@
-"""Base of the two engines that use deepspeed.initialize: construction, process groups, state and closing."""
+"""Base of the two engines that use deepspeed.initialize: construction, process groups, state and _cleanup."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ class EngineProcessGroups:
     """Destroys the process groups of an engine when it is closed.
 
     Construct it before any group of the engine is made, call `record` when the engine is complete, and
-    `destroy` at its end. A group costs a connection to every other rank in it and two threads. DeepSpeed
-    offers groups in module variables to later engines; such a group stays until the last engine that uses it
-    is closed.
+    `destroy` when it is closed. A group costs two threads and a connection to each of its other ranks.
+    DeepSpeed offers groups in module variables to later engines; such a group stays until the last engine
+    that uses it is closed.
     """
 
-    _open: ClassVar[WeakSet[EngineProcessGroups]] = WeakSet()
+    _open: ClassVar[WeakSet[EngineProcessGroups]] = WeakSet()  # those recorded and not destroyed
 
     def __init__(self) -> None:
         self._before = _list_groups() - _list_shared_groups()
         self._used: set[Any] = set()
 
     def record(self) -> None:
-        """Record the groups made since construction, and those in DeepSpeed's module variables, as used."""
+        """Record as used the groups made since construction and those in DeepSpeed's module variables."""
         self._used = (_list_groups() - self._before) | _list_shared_groups()
         self._open.add(self)
 
@@ -75,17 +75,20 @@ class EngineProcessGroups:
         used = self._used & _list_groups()
         self._used = set()
         used_by_others = set[Any]().union(*(other._used for other in self._open))
-        mine = used - used_by_others
-        if {sequence_groups._SEQUENCE_PARALLEL_GROUP, sequence_groups._SEQUENCE_DATA_PARALLEL_GROUP} & mine:
+        unused = used - used_by_others
+        sequence = {
+            sequence_groups._SEQUENCE_PARALLEL_GROUP,
+            sequence_groups._SEQUENCE_DATA_PARALLEL_GROUP,
+        }
+        if sequence & unused:
             sequence_groups._release_sequence_parallel_groups()
-        if (
-            groups._DATA_PARALLEL_GROUP in mine
-        ):  # the tensor group may be the job's own, which is not destroyed
+        # Not the tensor group decides: it may be the job's own, which is not destroyed.
+        if groups._DATA_PARALLEL_GROUP in unused:
             groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
-        if p2p._grid is not None and p2p._grid.pp_proc_group in mine:
+        if p2p._grid is not None and p2p._grid.pp_proc_group in unused:
             p2p._grid = None
         for group in list(distributed_c10d._world.pg_map):  # in order of creation, equal on all ranks
-            if group in mine:
+            if group in unused:
                 layer._all_to_all_groups.pop(group.group_name, None)  # registry of DeepSpeed's Ulysses
                 deepspeed.comm.destroy_process_group(group)
         if not self._open:
@@ -93,7 +96,7 @@ class EngineProcessGroups:
 
 
 def _list_groups() -> set[Any]:
-    """Return all process groups but the job's own, which a device mesh over all ranks may use."""
+    """Return all process groups except the job's own, over all ranks. It outlives every engine."""
     return {group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD}
 
 
@@ -112,11 +115,12 @@ def _list_shared_groups() -> set[Any]:
 
 
 def build_parallel_state(split: Split) -> ModuleType | None:
-    """Make this split's process groups and return the module that DeepSpeed reads them from (its `mpu`).
+    """Make this split's process groups, and return the module from which DeepSpeed reads them (its `mpu`).
 
-    Collective. Returns `None` if all ranks are data-parallel.
+    Groups of an earlier engine are used again if their size is the same. Collective. Returns `None` if the
+    split has neither tensor nor sequence parallelism.
     """
-    groups.mpu = None  # an earlier engine may have left its own
+    groups.mpu = None  # an earlier engine may have left its module here
     if split.tensor_parallel > 1:
         if not _has_size(groups._TENSOR_MODEL_PARALLEL_GROUP, split.tensor_parallel):
             groups._TENSOR_MODEL_PARALLEL_GROUP = None
@@ -131,20 +135,21 @@ def build_parallel_state(split: Split) -> ModuleType | None:
 
 
 def _has_size(group: Any, size: int) -> bool:
+    """Return whether the group exists and has this number of ranks."""
     return group is not None and dist.get_world_size(group) == size
 
 
 def drop_hpz_groups() -> None:
-    """Drop the hpZ groups of an earlier engine or zero.Init. Call it before a model is made.
+    """Make DeepSpeed forget the hpZ groups of an earlier engine or zero.Init. Call it before making a model.
 
-    DeepSpeed shards parameters over existing hpZ groups even if the configuration has no hpZ. If it has,
-    zero.Init makes its own groups and refuses to do so twice.
+    The groups are not destroyed. DeepSpeed shards parameters over existing hpZ groups even if the
+    configuration has no hpZ. With hpZ, zero.Init makes new groups, and fails if some exist.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
-# State of the search for an fp16 loss scale: key in a checkpoint -> DeepSpeed's attribute. ZeRO 0 has no
-# hysteresis.
+# State of the search for an fp16 loss scale: key in a checkpoint -> DeepSpeed's attribute. At ZeRO 0 there is
+# no hysteresis.
 _LOSS_SCALE_ATTRIBUTES = {
     "loss_scale": "cur_scale",
     "loss_scale_iteration": "cur_iter",
@@ -155,10 +160,11 @@ _MIN_SCALE_ATTRIBUTES = ("min_scale", "min_loss_scale")  # DeepSpeed's two names
 
 
 def is_record_shown(record: logging.LogRecord) -> bool:
-    """Return whether a record of DeepSpeed's log is shown.
+    """Return whether a record of DeepSpeed's log is shown; a filter for its logger.
 
-    Two warnings are shown only at level INFO and below. The event `non_finite` already reports skipped steps.
-    The warning about optimizers other than Adam is needless, since a user's own was tried before.
+    Two warnings are shown only at level INFO and below. One reports skipped steps, which the event
+    `non_finite` reports already. The other warns of optimizers other than Adam, but the trainer has tested
+    a user's own optimizer before.
     """
     is_redundant = any(words in record.getMessage() for words in ("OVERFLOW!", "untested optimizer"))
     return deepspeed.utils.logger.isEnabledFor(logging.INFO) or not is_redundant
@@ -167,7 +173,7 @@ def is_record_shown(record: logging.LogRecord) -> bool:
 def quiet_deepspeed() -> None:
     """Limit DeepSpeed's log to warnings and errors, or show all of it with `log.console: debug`.
 
-    If its JSON has a `log_level`, `deepspeed.initialize` sets that level later.
+    If the DeepSpeed JSON has a `log_level`, `deepspeed.initialize` sets that level later.
     """
     is_debugged = logging.getLogger("pipeline").isEnabledFor(logging.DEBUG)
     set_log_level_from_string("debug" if is_debugged else "warning")
@@ -175,12 +181,15 @@ def quiet_deepspeed() -> None:
 
 
 def start_deepspeed(job: Job) -> None:
-    """Initialize DeepSpeed with the job's process group, and turn off features that cost time."""
+    """Initialize DeepSpeed with the job's process group, and turn off features that cost time.
+
+    Changes the process: its PATH, its warning filters, and settings of the deepspeed modules.
+    """
     quiet_deepspeed()
-    # DeepSpeed compiles its ops with ninja, which is beside the venv's python even if it is not activated.
+    # DeepSpeed compiles its ops with ninja, which is beside python also in a venv that is not activated.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    # ZeRO-3 on torch 2.13 warns of a deprecated collective dozens of times per step. That costs 5 % of the
-    # step and fills the log.
+    # ZeRO-3 on torch 2.13 warns of a deprecated collective dozens of times per step. The warnings cost 5 % of
+    # the step time and fill the log.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if job.device.type == "cpu":
         prepare_for_cpu()
@@ -194,8 +203,17 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build torch's optimizer, or DeepSpeed's CPU Adam if AdamW's state is offloaded to host memory.
 
-    `native_ops.prepare_native_ops` has compiled CPU Adam before. If that failed, it changed the configuration
-    to use torch's optimizer.
+    Call `native_ops.prepare_native_ops` first: it compiles CPU Adam. If that fails, it returns a
+    configuration for which this function builds torch's optimizer.
+
+    Args:
+        groups: Parameter groups; see optim.parameter_groups.
+        optimizer: Optimizer section of the recipe.
+        config: DeepSpeed JSON as returned by prepare_native_ops.
+        split: Split of the run.
+
+    Raises:
+        ConfigError: the user's own optimizer cannot be constructed, or cannot work under this split.
     """
     if CPU_ADAM in needed_ops(config):
         return deepspeed.ops.adam.DeepSpeedCPUAdam(
@@ -210,11 +228,11 @@ def build_optimizer(
 
 
 def fit_bucket(config: dict[str, Any], num_parameters: int) -> None:
-    """Limit the gradient bucket in the configuration to the size of all gradients.
+    """Set `reduce_bucket_size` in the configuration, in place, to at most the number of all gradients.
 
-    Without a stated size it is an eighth of the model, between 50 and 500 million elements. DeepSpeed's
-    default of 500 million is allocated in each step, and gradients that fit into one bucket are not
-    overlapped.
+    Without a stated size the bucket has an eighth of the model, between 50 and 500 million elements.
+    DeepSpeed's default of 500 million would be allocated in each step. If all gradients fit into one bucket,
+    their reduction does not overlap with the backward.
     """
     zero = config["zero_optimization"]
     zero["reduce_bucket_size"] = fit_bucket_size(zero.get("reduce_bucket_size"), num_parameters)
@@ -223,37 +241,49 @@ def fit_bucket(config: dict[str, Any], num_parameters: int) -> None:
 class DeepSpeedBase(ABC):
     """Implements an Engine without its steps, for every optimizer that deepspeed.initialize returns.
 
-    Trained parameters have the run's precision on the device, and fp32 master weights in the optimizer. The
-    same holds for adapters, so no bucket mixes two dtypes, and a checkpoint holds fp32. Summing or sending
-    gradients in fp32 (`data_types.grad_accum_dtype`, `communication_data_type`) changes the curve by no more
-    than the rounding of the weights, so it is left to the JSON.
+    Trained parameters have the run's precision on the device, and fp32 master weights in the optimizer. So do
+    the parameters of adapters: no bucket mixes two dtypes, and a checkpoint contains fp32. Summing or sending
+    gradients in fp32 (`data_types.grad_accum_dtype`, `communication_data_type`) changes the loss curve no
+    more than the rounding of the weights does. Therefore the JSON may set it, and the trainer does not.
     """
 
-    _optimizer: torch.optim.Optimizer
+    _optimizer: torch.optim.Optimizer  # a subclass sets it before it calls _initialize
 
     def __init__(self, num_parameters: int, optimizer: OptimizerConfig, split: Split, job: Job):
-        """Prepare before any process group of the engine is made.
+        """Prepare the engine before any of its process groups is made.
 
-        Call `_groups.record()` when the engine is complete.
+        A subclass calls `_process_groups.record()` when the engine is complete.
+
+        Args:
+            num_parameters: Number of parameters of the whole model.
+            optimizer: Optimizer section of the recipe.
+            split: Split of the run.
+            job: Ranks and process group of the run.
         """
-        self.closing = ExitStack()
-        self._groups = EngineProcessGroups()
-        self.closing.callback(self._groups.destroy)
+        self._cleanup = ExitStack()
+        self._process_groups = EngineProcessGroups()
+        self._cleanup.callback(self._process_groups.destroy)
         self.device = job.device
         self.phases = Phases(time.perf_counter, job.device)
         self.precision = split.precision
         self.num_parameters = num_parameters
         self._job = job
         self._max_grad_norm = optimizer.max_grad_norm
-        self._skipped = torch.zeros((), device=self.device)
-        self._own_loss_scale = 1.0
-        self._scale_before: Scalars = {}
+        self._was_skipped = torch.zeros((), device=self.device)  # 1 if this module's guard skipped the step
+        self._missing_loss_scale = 1.0  # see get_missing_loss_scale
+        self._scale_state_before: Scalars = {}
         self.replicas: ReplicaDigests | None = None
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: Any = None) -> None:
-        """Wrap the model and `_optimizer` by deepspeed.initialize. Collective."""
+        """Wrap the model and `_optimizer` by deepspeed.initialize. Collective.
+
+        Args:
+            model: This rank's model, or its pipeline stage.
+            config: Resolved DeepSpeed JSON.
+            mpu: Module with the process groups; see build_parallel_state.
+        """
         # At stage 0 in half precision DeepSpeed 0.19 allocates the optimizer's state by a step with zero
-        # gradients, which Adam counts: the first real update would be 0.735 of its size. So it is suppressed.
+        # gradients. Adam would count that step, and the first real update would be 0.735 of its size.
         with tag_errors(Phase.OPTIMIZER), suppress_steps(self._optimizer, self.device):
             self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
                 model=model,
@@ -262,18 +292,20 @@ class DeepSpeedBase(ABC):
                 mpu=mpu,
                 dist_init_required=False,
             )
-        self.closing.callback(drop_model_references, self._engine)
-        self.closing.callback(self._engine.destroy)
+        self._cleanup.callback(drop_model_references, self._engine)
+        self._cleanup.callback(self._engine.destroy)
         continue_at_min_loss_scale(self._zero_optimizer)
-        # With an offload `ratio` below 1, stage 3 steps a part of the model on the device by a second
-        # optimizer.
-        other = getattr(self._zero_optimizer, "backup_optimizer", None)
-        self._step_optimizers = [self._optimizer, *([] if other is None else [other])]
-        self._gate = StepGate(self.module, *self._step_optimizers)
+        self._step_optimizers = [self._optimizer]
+        # With an offload `ratio` below 1, stage 3 has a second optimizer for the part of the model that it
+        # steps on the device.
+        device_optimizer = getattr(self._zero_optimizer, "backup_optimizer", None)
+        if device_optimizer is not None:
+            self._step_optimizers.append(device_optimizer)
+        self._step_gate = StepGate(self.module, *self._step_optimizers)
         self._limit_guard = StepLimitGuard(self._job, self.module)
 
     def _compare_replicas(self, key: int, is_sharded: bool) -> None:
-        """Make digests of the tensors that other ranks hold too; see ReplicaDigests."""
+        """Make digests of the tensors of which other ranks have copies; see ReplicaDigests for arguments."""
         self.replicas = ReplicaDigests(
             key,
             self.module.parameters,
@@ -284,61 +316,66 @@ class DeepSpeedBase(ABC):
         )
 
     def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """See Engine.set_batch_division. DeepSpeed counts micro-batches to the next update by these."""
+        """See Engine.set_batch_division. DeepSpeed updates after that many micro-batches."""
         engine = self._engine
-        numbers = engine._config  # DeepSpeed's setters multiply by a number of ranks that Ulysses leaves None
-        ranks = numbers.train_batch_size // (
-            numbers.train_micro_batch_size_per_gpu * numbers.gradient_accumulation_steps
+        # Not by DeepSpeed's setters: they multiply by a number of ranks that is None under Ulysses.
+        config = engine._config
+        dp_world_size = config.train_batch_size // (
+            config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
         )
-        numbers.train_micro_batch_size_per_gpu = micro_batch_size
-        numbers.gradient_accumulation_steps = gradient_accumulation_steps
-        numbers.train_batch_size = micro_batch_size * gradient_accumulation_steps * ranks
-        if hasattr(engine, "micro_batches"):  # of pipeline stages
+        config.train_micro_batch_size_per_gpu = micro_batch_size
+        config.gradient_accumulation_steps = gradient_accumulation_steps
+        config.train_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
+        if hasattr(engine, "micro_batches"):  # only DeepSpeed's engine of pipeline stages has it
             engine.micro_batches = gradient_accumulation_steps
-        engine.micro_steps = 0  # with an old count the next update would come early or late
+        engine.micro_steps = 0  # with the old count the next update would come early or late
         if hasattr(self._zero_optimizer, "gradient_accumulation_steps"):
             self._zero_optimizer.gradient_accumulation_steps = gradient_accumulation_steps
 
     def _guard_by_deepspeed_norm(self) -> None:
-        """Enforce step limits by hooks with DeepSpeed's norm, which is known before the optimizer's step."""
+        """Enforce step limits by hooks that read DeepSpeed's gradient norm before the optimizer's step."""
         for optimizer in self._step_optimizers:
-            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_pre_hook(self._block_update)
             optimizer.register_step_post_hook(lambda stepped, *_: self._limit_guard.unblock_updates(stepped))
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _block_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Have the optimizer's step change nothing if the limits refuse it; a hook before the step."""
         if self._limit_guard.has_limits:
             norm = self._zero_optimizer._global_grad_norm
-            self._limit_guard.block_update(optimizer, norm / self._own_loss_scale)
+            self._limit_guard.block_update(optimizer, norm / self._missing_loss_scale)
 
     def _begin_step(self, limits: StepLimits | None) -> None:
-        """Prepare for a step's first forward."""
+        """Save what a skipped step restores. Call it before the step's first forward."""
         self._limit_guard.begin_step(limits)
-        self._scale_before = self._get_scale_state() if limits is not None else {}
+        self._scale_state_before = self._get_scale_state() if limits is not None else {}
 
     def _end_step(self, skipped: Tensor, has_overflowed: bool) -> tuple[Tensor, bool]:
-        """Finish a step, and restore the fp16 loss scale's state if the step was skipped.
+        """Finish a step, and restore the state of the fp16 loss scale if the step was skipped.
 
-        A skipped step leaves no trace, with one exception: it lowers the loss scale and counts as a step if
-        the scale itself is the cause. That is so if the gradients are not finite, the loss is normal and the
-        scale can fall.
+        A skipped step leaves no trace, with one exception. If the gradients are not finite, the loss is
+        within its limit and the loss scale can fall, then the scale is taken as the cause. Such a step lowers
+        the scale and counts as a step.
+
+        Synchronizes with the device only in fp16 with limits, where DeepSpeed has synchronized already.
 
         Args:
-            skipped: 1 if the step was skipped, else 0.
-            has_overflowed: Whether DeepSpeed skipped the step.
+            skipped: 1 if the engine skipped the step, else 0.
+            has_overflowed: Whether DeepSpeed itself skipped the step.
 
         Returns:
-            1 if the step was skipped or refused, else 0; and whether the loss scale is the cause. Reads the
-            device only in fp16 with limits, where DeepSpeed has read it already.
+            1 if the step was skipped or refused, else 0; and whether the loss scale is the cause.
         """
-        if not self._scale_before:
+        if not self._scale_state_before:  # no limits, or no dynamic loss scale
             return self._limit_guard.end_step(skipped), False
-        holder = self._find_scale_holder()
-        lowest = next(getattr(holder, name) for name in _MIN_SCALE_ATTRIBUTES if hasattr(holder, name))
-        can_fall = self._scale_before["loss_scale"] > lowest
+        dynamic_scale = self._find_dynamic_scale()
+        minimum = next(
+            getattr(dynamic_scale, name) for name in _MIN_SCALE_ATTRIBUTES if hasattr(dynamic_scale, name)
+        )
+        can_fall = self._scale_state_before["loss_scale"] > minimum
         is_search = has_overflowed and can_fall and not bool(self._limit_guard.is_loss_high())
         skipped = self._limit_guard.end_step(skipped, counts=is_search)
         if not is_search and bool(skipped):
-            self._set_scale_state(self._scale_before)
+            self._set_scale_state(self._scale_state_before)
         return skipped, is_search
 
     @property
@@ -348,54 +385,56 @@ class DeepSpeedBase(ABC):
 
     def close(self) -> None:
         """See Engine.close."""
-        self.closing.close()
-        self.__dict__ = {"closing": self.closing}
+        self._cleanup.close()
+        self.__dict__ = {"_cleanup": self._cleanup}
 
     @abstractmethod
-    def _state(self) -> RankState:
+    def _build_state(self) -> RankState:
         """Return this rank's state of model and optimizer."""
 
     @abstractmethod
-    def _names(self) -> list[str]:
+    def _get_checkpoint_names(self) -> list[str]:
         """Return the names of the whole model's parameters and buffers that a checkpoint contains."""
 
     def shards(self) -> Iterator[Shard]:
         """See EngineState.shards."""
-        return self._state().shards(None)
+        return self._build_state().shards(None)
 
     def scalars(self) -> Scalars:
         """See EngineState.scalars."""
-        return self._state().scalars() | self._get_scale_state()
+        return self._build_state().scalars() | self._get_scale_state()
 
     def observe_gradients(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
         """See Engine.observe_gradients."""
-        return observe_gradients(self._step_optimizers, self._state, take)
+        return observe_gradients(self._step_optimizers, self._build_state, take)
 
     def hold_step(self, wait: Callable[[], None]) -> None:
         """See EngineState.hold_step."""
-        self._gate.hold(wait)
+        self._step_gate.hold(wait)
 
     @torch.no_grad()
     def restore(self, source: ShardSource) -> None:
         """See EngineState.restore. If the checkpoint has no loss scale, its search starts anew."""
-        restore_state(self._state(), source, self._names())
+        restore_state(self._build_state(), source, self._get_checkpoint_names())
         self._set_scale_state(source.scalars)
 
     def _get_scale_state(self) -> Scalars:
-        holder = self._find_scale_holder()
+        """Return the state of the loss scale for a checkpoint; empty if the scale is not dynamic."""
+        dynamic_scale = self._find_dynamic_scale()
         return {
-            key: getattr(holder, name)
+            key: getattr(dynamic_scale, name)
             for key, name in _LOSS_SCALE_ATTRIBUTES.items()
-            if hasattr(holder, name)
+            if hasattr(dynamic_scale, name)
         }
 
     def _set_scale_state(self, scalars: Mapping[str, Any]) -> None:
-        holder = self._find_scale_holder()
+        """Set the state of the loss scale, as far as `scalars` has it. Other keys are ignored."""
+        dynamic_scale = self._find_dynamic_scale()
         for key, name in _LOSS_SCALE_ATTRIBUTES.items():
-            if key in scalars and hasattr(holder, name):
-                setattr(holder, name, scalars[key])
+            if key in scalars and hasattr(dynamic_scale, name):
+                setattr(dynamic_scale, name, scalars[key])
 
-    def _find_scale_holder(self) -> Any:
+    def _find_dynamic_scale(self) -> Any:
         """Return DeepSpeed's object with the state of a dynamic loss scale, or `None` if there is none."""
         scaler = getattr(self._zero_optimizer, "loss_scaler", None)
         if isinstance(scaler, DynamicLossScaler):

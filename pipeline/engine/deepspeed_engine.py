@@ -78,6 +78,8 @@ from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, sum_loss
 def build_sharding(config: dict[str, Any], split: Split, device: torch.device) -> Sharding:
     """Return the sharding in which a model is made for a DeepSpeedEngine.
 
+    DeepSpeed forgets the hpZ groups of an earlier engine; see drop_hpz_groups.
+
     Args:
         config: Resolved DeepSpeed JSON.
         split: Split of the run.
@@ -95,7 +97,7 @@ class DeepSpeedEngine(DeepSpeedBase):
 
     Gradients are reduced after each micro-batch at stages 2 and 3. DeepSpeed could reduce them once a step
     (`engine.coalesce_grad_reduction`), but every rank would then store all gradients until the last
-    micro-batch, which these stages are chosen to avoid. Stage 1 reduces once a step without it.
+    micro-batch. These stages are chosen to avoid that. Stage 1 reduces once per step in any case.
     """
 
     def __init__(
@@ -117,28 +119,34 @@ class DeepSpeedEngine(DeepSpeedBase):
             split: Split of the run.
             job: Ranks and process group of the run.
             autocast: Whether model and objective compute under torch.autocast in the run's half precision.
-            sharding: Sharding in which the model was made; required under tensor parallelism.
+            sharding: Sharding in which the model was made; only tensor parallelism needs it.
+
+        Raises:
+            ConfigError: the user's own optimizer cannot be used, or a pattern of optimizer.groups matches no
+                trained parameter.
+            ModelError: no parameter requires a gradient, or tensor or sequence parallelism cannot divide the
+                model.
         """
         config = copy.deepcopy(config)  # changed below
         super().__init__(count_parameters(model), optimizer, split, job)
         self.dp_world_size = split.dp_world_size
-        self._copies = job.ranks.world_size // split.dp_world_size  # number of ranks with the same samples
-        self.dp_rank = job.ranks.rank // self._copies
+        self._num_copies = job.ranks.world_size // split.dp_world_size  # ranks with the same samples
+        self.dp_rank = job.ranks.rank // self._num_copies
         self.seed_rank = job.ranks.rank if split.sequence_parallel > 1 else self.dp_rank
         self._split = split
         self._float_dtype = DTYPES[self.precision]
-        self._is_autocast = autocast
+        self._uses_autocast = autocast
         mpu = build_parallel_state(split)
         if split.tensor_parallel > 1:
             cast(TensorSharding, sharding).cut(model)
         groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_optimizer(groups, optimizer, config, split)
-        self._own_guard = clipping.take_over_clipping(config, split, self._optimizer)
+        self._clips_gradients = clipping.take_over_clipping(config, split, self._optimizer)
         self._sequence: SequenceParallel | None = None
         if split.sequence_parallel > 1:
             self._sequence = SequenceParallel(model, split.sequence_parallel, self.device)
-            self.closing.callback(self._sequence.close)
+            self._cleanup.callback(self._sequence.close)
         fit_bucket(config, self.num_parameters)
         if split.zero_stage == 3:
             gather_by_block(model, config)
@@ -149,29 +157,28 @@ class DeepSpeedEngine(DeepSpeedBase):
         for buffer in self.module.buffers():  # zero.Init moves only parameters to the device
             buffer.data = buffer.data.to(self.device)
         keep_misaligned_gradients(self._zero_optimizer)
-        self._places = (place_cut_parameters if split.tensor_parallel > 1 else place_whole_parameters)(
-            self.module
-        )
-        self._is_counted = [self._counts(p) for p in self._parameters]
+        place_parameters = place_cut_parameters if split.tensor_parallel > 1 else place_whole_parameters
+        self._places = place_parameters(self.module)
+        self._is_in_norm = [self._is_counted_in_norm(p) for p in self._parameters]
         self._norm: Tensor | None = None
         self._guard_steps()
         if self._sequence is not None:
             average_over_all_ranks(self._engine)
-        self._buffers = BufferBroadcast(self.module)
+        self._buffer_broadcast = BufferBroadcast(self.module)
         # DeepSpeed does not report parameters without a gradient.
-        self._end_watch: Callable[[], list[str]] | None = watch_gradients(self.module.named_parameters())
-        self._groups.record()
+        self._stop_watching: Callable[[], list[str]] | None = watch_gradients(self.module.named_parameters())
+        self._process_groups.record()
         if split.zero_stage < 3 and job.ranks.world_size > split.tensor_parallel:
             self._compare_replicas(job.ranks.rank % split.tensor_parallel, is_sharded=split.zero_stage > 0)
 
     def _guard_steps(self) -> None:
-        """Replace the parts of DeepSpeed's step that the trainer does; see clipping.take_over_clipping."""
+        """Replace DeepSpeed's clipping, guard or norm by the trainer's; see clipping.take_over_clipping."""
         stage = self._split.zero_stage
-        if self._own_guard and stage == 0:
+        if self._clips_gradients and stage == 0:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
             if self._split.precision == "bf16":
                 clipping.replace_bf16_step(self._zero_optimizer)
-        if not self._own_guard:
+        if not self._clips_gradients:
             self._guard_by_deepspeed_norm()
         if stage == 3 and self._split.tensor_parallel == 1:
             clipping.use_single_norm(self._zero_optimizer, self._job.all_reduce_sum)
@@ -180,13 +187,13 @@ class DeepSpeedEngine(DeepSpeedBase):
         """See TextGenerator.generate."""
         if self._sequence is not None:
             self._sequence.release()
-        whole: AbstractContextManager[bool] = nullcontext(True)
+        gathering: AbstractContextManager[bool] = nullcontext(True)
         if self._split.zero_stage == 3:
-            whole = gather_if_it_fits(self._zero_optimizer, self._job, settings.gather)
-        # Ranks that draw different tokens would wait for each other forever.
+            gathering = gather_if_it_fits(self._zero_optimizer, self._job, settings.gather)
+        # If the ranks of a tensor group drew different tokens, they would wait for each other forever.
         agree = broadcast_from_first_rank if self._split.tensor_parallel > 1 else None
-        with self.phases.measure("generation"), self._autocast(), whole as is_whole:
-            in_step = not is_whole and self._job.ranks.world_size > 1
+        with self.phases.measure("generation"), self._make_autocast(), gathering as is_gathered:
+            in_step = not is_gathered and self._job.ranks.world_size > 1
             return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
 
     @tag_errors(Phase.FORWARD)  # everything except backward and optimizer step
@@ -202,25 +209,27 @@ class DeepSpeedEngine(DeepSpeedBase):
         engine = self._engine
         if not self.module.training:  # engine.training stays True after engine.eval()
             engine.train()
-        # The counts are summed beside the forward: late ranks are waited for after it, not before.
+        # The counts are summed over ranks during the first forward, so that it need not wait for late ranks.
         finish_sum = self._job.start_all_reduce_sum(
-            stack_count_and_flags(micro_batches, objective, flags, self.device, self._copies)
+            stack_count_and_flags(micro_batches, objective, flags, self.device, self._num_copies)
         )
         averaged_over = self.dp_world_size * self._split.sequence_parallel
         self._begin_step(limits)
-        own_loss_scale = self._own_loss_scale = get_missing_loss_scale(engine.optimizer, self.precision)
+        missing_loss_scale = get_missing_loss_scale(engine.optimizer, self.precision)
+        self._missing_loss_scale = missing_loss_scale
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
-        with self._autocast(), self.phases.measure("routing"):
-            part_on_device = partial(self._part_on_device, objective=objective)
+        with self._make_autocast(), self.phases.measure("routing"):
+            move_part_to_device = partial(self._move_part_to_device, objective=objective)
             objective.prepare_step(
-                GlobalBatch(engine, micro_batches, part_on_device, self._job.all_reduce_sum, self.device)
+                GlobalBatch(engine, micro_batches, move_part_to_device, self._job.all_reduce_sum, self.device)
             )
         losses: list[LossSum] = []
         degree = self._split.tensor_parallel  # each rank of a tensor group computes the whole loss
+        clips_partition = self._clips_gradients and self._split.zero_stage > 0
         for index, cpu_batch in enumerate(micro_batches):
-            with self._autocast():
-                batch = self._part_on_device(cpu_batch, objective)
+            with self._make_autocast():
+                batch = self._move_part_to_device(cpu_batch, objective)
                 with self.phases.measure("forward"):
                     loss = objective(engine, batch)
             require_gradient_graph(loss)
@@ -230,65 +239,66 @@ class DeepSpeedEngine(DeepSpeedBase):
                 scale = backward_scale(totals[0], averaged_over).float()
             losses.append(loss.detached())
             with self.phases.measure("backward"):
-                engine.backward(loss.minimised * (scale * own_loss_scale), scale_wrt_gas=False)
+                engine.backward(loss.minimised * (scale * missing_loss_scale), scale_wrt_gas=False)
+            is_last = index == len(micro_batches) - 1
             with self.phases.measure("optimizer"):
-                if index == len(micro_batches) - 1:
+                if is_last:
                     total = sum_losses(losses, objective.means, self.device)
                     loss_sum = total.loss_sum / degree
                     self._limit_guard.compute_loss(loss_sum, totals[0])
-                if (
-                    self._own_guard
-                    and self._split.zero_stage > 0
-                    and engine.is_gradient_accumulation_boundary()
-                ):
+                if clips_partition and engine.is_gradient_accumulation_boundary():
                     self._clip_and_guard_partition()
                 engine.step()
         with self.phases.measure("communication"):
-            self._buffers.broadcast()
-        if self._end_watch is not None:
-            warn_of_unused_parameters(self._end_watch())
-            self._end_watch = None
-        grad_norm, skipped, searched = self._outcome(engine.skipped_steps - skipped_before)
-        scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
+            self._buffer_broadcast.broadcast()
+        if self._stop_watching is not None:
+            warn_of_unused_parameters(self._stop_watching())
+            self._stop_watching = None
+        num_skipped = engine.skipped_steps - skipped_before
+        grad_norm, skipped, is_search = self._finish_step(num_skipped)
+        loss_scale = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         extras = {key: value / degree for key, value in total.extras.items()}
-        mean = self._limit_guard.loss
         return StepResult(
             loss_sum=loss_sum,
             global_count=totals[0],
             grad_norm=grad_norm,
             skipped=skipped,
             flags=totals[1],
-            loss_scale=scale_now,
+            loss_scale=loss_scale,
             extras=extras,
-            loss=mean,
-            is_loss_scale_search=searched,
+            loss=self._limit_guard.loss,
+            is_loss_scale_search=is_search,
         )
 
-    def _outcome(self, num_skipped: int) -> tuple[Tensor | float | None, Tensor, bool]:
-        """Finish a step and return its outcome.
+    def _finish_step(self, num_skipped: int) -> tuple[Tensor | float | None, Tensor, bool]:
+        """Finish a step and return its norm and whether it was skipped.
 
         Args:
             num_skipped: 1 if DeepSpeed skipped the step, else 0.
 
         Returns:
-            The gradient norm; 1 if the step was skipped, else 0; whether the loss scale is the cause.
+            The global gradient norm before clipping (`None` if DeepSpeed computed none); 1 if the step was
+            skipped, else 0; whether the fp16 loss scale is the cause.
         """
-        skipped = torch.full((), float(num_skipped), device=self.device)  # a copy from the host would wait
+        # torch.full does not synchronize with the device, a copy from the host would.
+        skipped = torch.full((), float(num_skipped), device=self.device)
         grad_norm: Tensor | float | None
-        if not self._own_guard:
+        if not self._clips_gradients:
             norm = self._engine.get_global_grad_norm()
-            grad_norm = None if norm is None else norm / self._own_loss_scale
+            grad_norm = None if norm is None else norm / self._missing_loss_scale
         elif num_skipped:  # DeepSpeed skipped before the optimizer's hook computed a norm
             grad_norm = math.inf
         else:
-            skipped = self._skipped
+            skipped = self._was_skipped
             grad_norm = self._norm
-        return grad_norm, *self._end_step(skipped, num_skipped > 0)
+        skipped, is_search = self._end_step(skipped, has_overflowed=num_skipped > 0)
+        return grad_norm, skipped, is_search
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self._float_dtype) if self._is_autocast else nullcontext()
+    def _make_autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self._float_dtype) if self._uses_autocast else nullcontext()
 
-    def _part_on_device(self, batch: Batch, objective: Objective) -> Batch:
+    def _move_part_to_device(self, batch: Batch, objective: Objective) -> Batch:
+        """Return the batch, or this rank's part of its sequences, on the device."""
         if self._sequence is not None:
             self._sequence.activate()
             batch = self._sequence.take_part(batch)
@@ -296,21 +306,23 @@ class DeepSpeedEngine(DeepSpeedBase):
         inputs = objective.inputs(self._engine, batch)
         return to_device(batch, self.device, self._float_dtype, inputs)
 
-    def _counts(self, parameter: Tensor) -> bool:
+    def _is_counted_in_norm(self, parameter: Tensor) -> bool:
+        """Return whether this rank's norm contains the parameter; see counts_in_norm."""
         return self._split.tensor_parallel == 1 or counts_in_norm(parameter)
 
     def _clip_and_guard(self, *_: Any) -> None:
-        """Clip and guard before the inner optimizer's step at stage 0: every rank has all gradients."""
+        """Clip and guard at stage 0, with all gradients on each rank; a hook before the optimizer's step."""
         sums = sum_over_tensor_group if self._split.tensor_parallel > 1 else None
-        self._norm, self._skipped = clipping.clip_and_guard(
-            self._optimizer, self._max_grad_norm, self._is_counted, sums, self._limit_guard
+        self._norm, self._was_skipped = clipping.clip_and_guard(
+            self._optimizer, self._max_grad_norm, self._is_in_norm, sums, self._limit_guard
         )
 
     def _clip_and_guard_partition(self) -> None:
-        self._norm, self._skipped = clipping.clip_and_guard_partition(
+        """Clip and guard at stages 1 and 2, where each rank has a partition of the gradients."""
+        self._norm, self._was_skipped = clipping.clip_and_guard_partition(
             self._zero_optimizer,
             self._max_grad_norm,
-            self._counts,
+            self._is_counted_in_norm,
             self._job.all_reduce_sum,
             self._limit_guard,
         )
@@ -321,16 +333,17 @@ class DeepSpeedEngine(DeepSpeedBase):
         """See Engine.eval_step."""
         if self.module.training:
             self._engine.eval()
-        with self._autocast():
-            loss = objective(self._engine, self._part_on_device(batch, objective))
-        if self._copies == 1:
+        with self._make_autocast():
+            loss = objective(self._engine, self._move_part_to_device(batch, objective))
+        if self._num_copies == 1:
             return loss
-        count = objective.count(batch).to(self.device, torch.float64) / self._copies
+        # Ranks of a sequence group have sums of their parts; those of a tensor group all have the whole sum.
+        count = objective.count(batch).to(self.device, torch.float64) / self._num_copies
         degree = self._split.tensor_parallel
         extras = {key: value / degree for key, value in loss.extras.items()}
         return LossSum(loss.loss_sum / degree, count, extras)
 
-    def _state(self) -> RankState:
+    def _build_state(self) -> RankState:
         ranks = self._job.ranks
         degree = self._split.tensor_parallel
         replica = (ranks.rank // degree, ranks.world_size // degree)
@@ -338,5 +351,5 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._zero_optimizer, self._places, get_persistent_buffers(self.module), replica
         )
 
-    def _names(self) -> list[str]:
+    def _get_checkpoint_names(self) -> list[str]:
         return get_checkpoint_names(self.module)

@@ -1,9 +1,9 @@
 """Interface of an engine, and the arithmetic that turns loss sums into exact means.
 
 Every token counts once. A step counts the valid tokens of all its micro-batches on the host and sums the
-count over all ranks in one all-reduce. Before backward it scales each micro-batch's loss *sum* by
-`backward_scale`. No other module divides a training loss. Every rank reports its share of loss and count,
-and the shares add up over all ranks: ranks that process the same samples never count them twice.
+count over all ranks in one all-reduce. Before backward the engine scales each micro-batch's loss *sum* by
+`backward_scale`. No other module divides a training loss. Every rank reports a share of loss and count, and
+the shares add up over all ranks: samples that several ranks process are never counted twice.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from pipeline.models.generation import TextGenerator
 from pipeline.models.sharding import count_elements
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""torch's dtype, by the name of the precision."""
+
 
 def add_document_bounds(batch: Batch) -> Batch:
-    """Return the batch with the bounds of its documents (see document_attention).
+    """Return the batch with the bounds of its documents, computed from `position_ids`.
 
-    The bounds follow from `position_ids`; a batch without them is returned as it is. The loader's copy on the
-    host is read, so that nothing waits for the device. Only a batch that was made on the device is copied
-    back, which waits.
+    See models/document_attention.py for the bounds. A batch without usable `position_ids`, with an attention
+    mask, or with bounds is returned unchanged. Positions are read from the loader's copy on the host, which
+    does not synchronize with the device. For a batch without such a copy they are copied from the device,
+    which synchronizes.
     """
     host_batch = get_host_batch(batch)
     positions = host_batch.get("position_ids")
@@ -49,14 +53,11 @@ def add_document_bounds(batch: Batch) -> Batch:
     ).copy_metadata_from(batch)
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 @dataclass(frozen=True)
 class StepLimits:
     """Upper limits of a step's loss and gradient norm.
 
-    A step that exceeds one, or whose loss or norm is infinite or NaN, leaves the parameters unchanged.
+    A step that exceeds a limit, or whose loss or norm is infinite or NaN, leaves the parameters unchanged.
     """
 
     loss: float
@@ -67,12 +68,15 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step. Tensors are 0-dim on the device; reading one waits for the device."""
+    """Result of one optimizer step.
+
+    Tensors are 0-dim and on the device; reading one on the host synchronizes with the device.
+    """
 
     loss_sum: Tensor
-    """This rank's share of the global batch's loss sum; the shares of all ranks add up to the sum."""
+    """This rank's share of the global batch's loss sum, not scaled; the shares of all ranks add up to it."""
     global_count: Tensor
-    """Number of valid tokens (or samples) of the global batch."""
+    """Number of valid tokens (or samples) of the global batch, over all ranks; fp64."""
     grad_norm: Tensor | float | None
     """Global gradient norm before clipping; `None` if DeepSpeed computed none."""
     skipped: Tensor
@@ -81,13 +85,13 @@ class StepResult:
     A step is skipped if its gradient is not finite or it exceeds a limit.
     """
     flags: Tensor
-    """Sum of all ranks' stop and save flags; see distributed.stopping."""
+    """Sum of all ranks' flags, fp64; see the constants in distributed/stopping.py."""
     loss_scale: float | None
     """fp16 loss scale after the step; `None` in other precisions."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """This rank's shares of the objective's further sums, by name."""
+    """This rank's shares of the objective's further sums (LossSum.extras), by name."""
     loss: Tensor | None = None
-    """Mean loss of the global batch; `None` if the step had no limits."""
+    """Mean loss of the global batch, equal on all ranks; `None` if the step had no limits."""
     is_loss_scale_search: bool = False
     """Whether the step was skipped because the fp16 loss scale was too high and could fall.
 
@@ -99,9 +103,11 @@ class Evaluator(Protocol):
     """Computes the loss of evaluation batches. `eval_step` is collective: all ranks enter it together."""
 
     device: torch.device
+    """Device on which this rank computes."""
     dp_rank: int
     """Data-parallel rank; ranks with equal values read the same samples."""
     dp_world_size: int
+    """Number of data-parallel ranks, which is the number of different micro-batches at a time."""
 
     @property
     def module(self) -> nn.Module:
@@ -117,18 +123,18 @@ class Evaluator(Protocol):
 
 
 class Engine(Evaluator, TextGenerator, EngineState, Protocol):
-    """Steps a model. Every method is collective: all ranks enter it together."""
+    """Trains a model step by step. Every method is collective: all ranks enter it together."""
 
     precision: str
     """Precision of the computation: fp32, bf16 or fp16."""
     seed_rank: int
-    """Rank for seeding; ranks with equal values compute the same activations and draw the same numbers."""
+    """Rank that seeds the random numbers; ranks with equal values compute the same activations."""
     num_parameters: int
     """Number of parameters of the whole model, over all ranks."""
     phases: Phases
     """Timeline of the step's phases; the `time/` columns are read from it."""
     replicas: ReplicaDigests | None
-    """Digests of the tensors that other ranks hold too; `None` if this rank shares none."""
+    """Digests of the tensors of which other ranks have copies; `None` if there are no copies."""
 
     def train_step(
         self,
@@ -144,9 +150,12 @@ class Engine(Evaluator, TextGenerator, EngineState, Protocol):
             micro_batches: This rank's micro-batches of the global batch, on the host or the device.
             objective: Computes the loss of a micro-batch.
             learning_rate: Learning rate of this step, before the groups' own factors.
-            flags: This rank's stop and save flags (distributed.stopping), summed over ranks with the counts.
-            limits: Limits of the step. A step that exceeds them leaves parameters, optimizer state and
-                buffers unchanged. With limits a step costs one more collective.
+            flags: This rank's flags (distributed/stopping.py), summed over ranks with the counts.
+            limits: Limits of the step; `None` if only a non-finite gradient skips it. A step that exceeds
+                them leaves parameters, optimizer state and buffers unchanged. They cost one more collective.
+
+        Raises:
+            ModelError: the loss does not depend on a trained parameter.
         """
         ...
 
@@ -155,10 +164,10 @@ class Engine(Evaluator, TextGenerator, EngineState, Protocol):
         ...
 
     def observe_gradients(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
-        """Return a context; `take` receives the gradients of the step made inside of it.
+        """Return a context in which a step passes its gradients to `take`, as shards.
 
-        Each value is passed once over all ranks. Gradients are averaged over the global batch, unscaled and
-        clipped. A skipped step may pass none.
+        Over all ranks, each value is passed once. Gradients are averaged over the global batch, unscaled and
+        clipped. A skipped step may pass no gradient.
         """
         ...
 
@@ -182,7 +191,10 @@ def to_device(
         batch: Batch on the host or on a device.
         device: Target device.
         float_dtype: Dtype of the model's floating-point inputs; `None` leaves them as they are.
-        inputs: Keys that the model receives. Only these are cast, and targets among them are not.
+        inputs: Keys that the model receives. Only these are cast, except targets (TARGET_KEYS).
+
+    Returns:
+        The copy. From pinned host memory it is made without synchronizing with the device.
     """
 
     def move(key: str, tensor: Tensor) -> Tensor:
@@ -217,7 +229,7 @@ def stack_count_and_flags(
     Args:
         micro_batches: This rank's micro-batches.
         objective: Counts the valid tokens or samples of a micro-batch.
-        flags: This rank's stop and save flags.
+        flags: This rank's flags; see distributed/stopping.py.
         device: Device of the result.
         copies: Number of ranks that process these same micro-batches.
 
@@ -226,7 +238,7 @@ def stack_count_and_flags(
     """
     count = sum(objective.count(batch).to(torch.float64) for batch in micro_batches)
     share = torch.as_tensor(count, dtype=torch.float64) / copies
-    # On the batches' device: a fill does not wait for it, a copy from the host would.
+    # On the batches' device: full_like does not synchronize with it, a copy from the host would.
     own_flags = torch.full_like(share, float(flags))
     return torch.stack([share, own_flags]).to(device, non_blocking=True)
 
@@ -239,10 +251,15 @@ def count_parameters(model: nn.Module) -> int:
 def backward_scale(global_count: Tensor, averaged_over: int) -> Tensor:
     """Return the factor of a micro-batch's loss sum before backward.
 
-    The engine later averages gradients over `averaged_over` ranks: the data-parallel ones times those that
-    share a sequence. Therefore the sum is multiplied by that number: the average over ranks of
-    (sum x ranks / count) equals the sum of all sums / count. Accumulation adds plain sums, since the engine
-    does not divide by its steps. A batch without any valid token gives a zero gradient.
+    The engine later averages gradients over ranks. Therefore the loss sum is multiplied by their number: the
+    average over ranks of (sum x ranks / count) equals the sum of all sums / count. Gradient accumulation adds
+    plain sums, since the engine does not divide by the number of micro-batches. A global batch without any
+    valid token gives a zero gradient.
+
+    Args:
+        global_count: Number of valid tokens (or samples) of the global batch.
+        averaged_over: Number of ranks over which the engine averages gradients: data-parallel ranks times
+            ranks per sequence.
     """
     return averaged_over / _replace_zero_by_one(global_count)
 
@@ -259,8 +276,8 @@ def compute_evaluation_loss(
 ) -> float:
     """Return the loss of an evaluation from its sums over all ranks.
 
-    An evaluation knows its counts only at its end. So terms with counts of their own are not part of the
-    `loss` sum; their weighted means are added here.
+    An evaluation knows its counts only at its end. Therefore terms with a count of their own are not part of
+    the `loss` sum; their weighted means are added here.
 
     Args:
         sums: Sums over all ranks, by name; `loss` and `count` among them.
@@ -269,8 +286,8 @@ def compute_evaluation_loss(
     """
     loss = mean_loss(sums["loss"], sums["count"])
     for name, weight in weighted.items():
-        part, whole = means[name]
-        loss = loss + weight * mean_loss(sums[part], sums[whole])
+        sum_key, count_key = means[name]
+        loss = loss + weight * mean_loss(sums[sum_key], sums[count_key])
     return float(loss)
 
 
@@ -284,12 +301,12 @@ def compute_extra_means(sums: Mapping[str, Tensor], means: Mapping[str, tuple[st
         means: See Objective.means.
     """
     return {
-        name: float(mean_loss(sums[part], sums[whole]))
-        for name, (part, whole) in means.items()
-        if sums[whole]
+        name: float(mean_loss(sums[sum_key], sums[count_key]))
+        for name, (sum_key, count_key) in means.items()
+        if sums[count_key]
     }
 
 
 def _replace_zero_by_one(count: Tensor) -> Tensor:
-    """Return the count, or 1 if it is 0. A count may be a sum of weights and lie below 1."""
+    """Return the count, or 1 if it is 0. A count between 0 and 1, a sum of weights, stays as it is."""
     return torch.where(count > 0, count, 1.0)

@@ -28,7 +28,7 @@ class _EngineInternals(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
-    def _state(self) -> RankState: ...
+    def _build_state(self) -> RankState: ...
 
 
 def count_tensor_bytes(engine: Engine, kind: str) -> dict[str, int]:
@@ -47,7 +47,7 @@ def count_tensor_bytes(engine: Engine, kind: str) -> dict[str, int]:
         return sum(_count_bytes(each, kind, counted) for each in _find_tensors(value, _MAX_NESTING))
 
     internals = cast(_EngineInternals, engine)
-    state = internals._state()
+    state = internals._build_state()
     parameters = list(internals.module.parameters())
     zero3_shards = [getattr(p, "ds_tensor", None) for p in parameters]
     # Buffers that DeepSpeed's optimizer keeps in attributes of its own.

@@ -1,8 +1,8 @@
 """Engine for pipeline parallelism by DeepSpeed's PipelineModule and PipelineEngine, with ZeRO 0 or 1.
 
-DeepSpeed moves activations and gradients between stages and averages over data-parallel ranks. This module
-computes the loss, and the norm at ZeRO 0, and makes the stages agree on shapes. stages.py decides where the
-model is cut.
+DeepSpeed sends activations and gradients between stages and averages gradients over data-parallel ranks. This
+module computes the loss, at ZeRO 0 also the norm, and prepares the stages for new shapes of batches.
+stages.py decides where the model is cut.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ from pipeline.objectives import (
 INPUT_KEYS = ("input_ids", "position_ids", BOUNDS_KEY)
 """Entries of a batch that stages pass on, in this order."""
 
-
-# Phases of the schedule's instructions that compute. All others count as communication.
-_PHASES = {
+# Phases of the instructions in DeepSpeed's pipeline schedule. All others count as communication.
+_INSTRUCTION_PHASES = {
     "LoadMicroBatch": "data",
     "ForwardPass": "forward",
     "BackwardPass": "backward",
@@ -69,18 +68,19 @@ _PHASES = {
 }
 
 
-def _measure_instruction(execute: Callable[..., Any], phases: Phases, name: str) -> Callable[..., Any]:
+def _measure_instruction(execute: Callable[..., Any], phases: Phases, instruction: str) -> Callable[..., Any]:
     """Return DeepSpeed's method for an instruction, measured as a phase of the step."""
+    phase = _INSTRUCTION_PHASES.get(instruction, "communication")
 
-    def measured(engine: Any, **named: Any) -> None:
-        with phases.measure(name):
-            execute(engine, **named)
+    def measured(engine: Any, **arguments: Any) -> None:
+        with phases.measure(phase):
+            execute(engine, **arguments)
 
     return measured
 
 
 class PipelineEngine(DeepSpeedBase):
-    """Steps a model in pipeline stages.
+    """Steps a model that is divided into pipeline stages.
 
     Each rank has one stage, and the ranks with the same stage divide the samples.
     """
@@ -105,47 +105,49 @@ class PipelineEngine(DeepSpeedBase):
             bounds: Layers of the stages; see StageSharding.bounds.
 
         Raises:
-            ConfigError: the model is a mixture of experts whose routers are to be balanced.
+            ConfigError: the model is a mixture of experts whose routers are to be balanced, the user's own
+                optimizer cannot be used, or a pattern of optimizer.groups matches no trained parameter.
+            ModelError: no parameter requires a gradient.
         """
         refuse_router_loss(model, "pipeline stages")
         super().__init__(model.num_parameters, optimizer, split, job)
         self.seed_rank = job.ranks.rank  # stages must not draw the same dropout
-        self._stages = split.pipeline_stages
-        config, self._own_norm = _adapt_config(config, self.precision)
-        self._last = _LastStage(HeadOnlyModel(model.head, wrap_logits))
+        self._num_stages = split.pipeline_stages
+        config, self._computes_norm = _adapt_config(config, self.precision)
+        self._last_stage = _LastStage(HeadOnlyModel(model.head, wrap_logits))
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
-            module = StageModule(model, bounds, self._last)
-        self._whole_names = model.names()
+            module = StageModule(model, bounds, self._last_stage)
+        self._checkpoint_names = model.names()
         self._embedding = model.layers[0].part
         groups = build_stage_groups(model, module, optimizer)
-        # A tied weight is on two stages. DeepSpeed marks the copy, which must not be counted in the norm.
+        # A tied weight is on two stages. DeepSpeed marks one of them as the copy, which the norm leaves out.
         self._is_copy = [bool(p.ds_pipe_replicated) for group in groups for p in group["params"]]
         self._optimizer = build_torch_optimizer(groups, optimizer, split)
         fit_bucket(config, sum(p.numel() for group in groups for p in group["params"]))
         with redirect_stdout(io.StringIO()):  # DeepSpeed's bf16 optimizer prints the memory in use
             self._initialize(module, config)
         self._norm = torch.full((), torch.inf, device=self.device)
-        if self._own_norm:
+        if self._computes_norm:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
         else:
             self._guard_by_deepspeed_norm()
         allow_norm_without_gradients(self._zero_optimizer, self.device)
         instructions = self._engine._INSTRUCTION_MAP
         self._engine._INSTRUCTION_MAP = {
-            kind: _measure_instruction(execute, self.phases, _PHASES.get(kind.__name__, "communication"))
+            kind: _measure_instruction(execute, self.phases, kind.__name__)
             for kind, execute in instructions.items()
         }
-        self._shapes: Any = None
+        self._shapes: Any = None  # shapes of the last step's batches; see _prepare_stages
         self._compute_loss: Callable[[], None] = lambda: None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
         if self.dp_world_size > 1:
             stage = self._engine.grid.get_pipe_parallel_rank()
-            self._compare_replicas(stage, is_sharded=not self._own_norm)
-        self._groups.record()
+            self._compare_replicas(stage, is_sharded=not self._computes_norm)
+        self._process_groups.record()
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
-        """See TextGenerator.generate. All stages take part in each token, without a key-value cache."""
+        """See TextGenerator.generate. All stages compute each token, without a key-value cache."""
         with self.phases.measure("generation"):
             return generate(self.module, prompts, settings, self.device)
 
@@ -166,70 +168,83 @@ class PipelineEngine(DeepSpeedBase):
         """See Engine.train_step."""
         engine = self._engine
         micro_batches = [add_document_bounds(batch) for batch in micro_batches]
-        counts = stack_count_and_flags(micro_batches, objective, flags, self.device, copies=self._stages)
+        counts = stack_count_and_flags(micro_batches, objective, flags, self.device, copies=self._num_stages)
         with self.phases.measure("communication"):
             totals = self._job.all_reduce_sum(counts)
-        # PipelineEngine always divides by the accumulation steps; the factor undoes that.
+        # DeepSpeed always divides by the number of micro-batches; the last factor undoes that.
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)
-        own_loss_scale = self._own_loss_scale = get_missing_loss_scale(engine.optimizer, self.precision)
+        missing_loss_scale = get_missing_loss_scale(engine.optimizer, self.precision)
+        self._missing_loss_scale = missing_loss_scale
         self._begin_step(limits)
         self._compute_loss = lambda: self._limit_guard.compute_loss(
-            self._total(objective).loss_sum, totals[0]
+            self._sum_losses(objective).loss_sum, totals[0]
         )
-        on_device = partial(to_device, device=self.device, float_dtype=None)
+        move_to_device = partial(to_device, device=self.device, float_dtype=None)
         with self.phases.measure("routing"):
             objective.prepare_step(
-                GlobalBatch(self._last.head, micro_batches, on_device, self._job.all_reduce_sum, self.device)
+                GlobalBatch(
+                    self._last_stage.head,
+                    micro_batches,
+                    move_to_device,
+                    self._job.all_reduce_sum,
+                    self.device,
+                )
             )
-        self._last.begin(objective, scale * own_loss_scale)
+        self._last_stage.begin(objective, scale * missing_loss_scale)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         self._norm = torch.full((), torch.inf, device=self.device)
-        self._announce_batches(micro_batches, objective)
-        # Outside of the instructions, stages send each other the loss.
+        self._prepare_stages(micro_batches, objective)
+        # Each instruction counts as its own phase; the time between them is communication of the loss.
         with self.phases.measure("communication"):
-            engine.train_batch(self._on_device(micro_batches))
-        norm = self._norm if self._own_norm else engine.get_global_grad_norm()
-        # A copy from the host would wait for the device.
+            engine.train_batch(self._load_batches(micro_batches))
+        norm = self._norm if self._computes_norm else engine.get_global_grad_norm()
         num_skipped = engine.skipped_steps - skipped_before
+        # torch.full does not synchronize with the device, a copy from the host would.
         skipped = torch.full((), float(num_skipped), device=self.device)
-        if self._own_norm and self.precision == "fp32":
-            skipped = self._skipped
-        # If the norm is not finite, DeepSpeed calls neither the optimizer nor the hook before it.
+        if self._computes_norm and self.precision == "fp32":
+            skipped = self._was_skipped
+        # The hook before the optimizer's step has computed the loss, unless DeepSpeed skipped that step.
         self._compute_loss()
-        skipped, searched = self._end_step(skipped, num_skipped > 0)
-        scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
-        total = self._total(objective)
+        skipped, is_search = self._end_step(skipped, has_overflowed=num_skipped > 0)
+        loss_scale = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
+        total = self._sum_losses(objective)
         return StepResult(
             loss_sum=total.loss_sum,
             global_count=totals[0],
             grad_norm=norm,
             skipped=skipped,
             flags=totals[1],
-            loss_scale=scale_now,
+            loss_scale=loss_scale,
             extras=total.extras,
             loss=self._limit_guard.loss,
-            is_loss_scale_search=searched,
+            is_loss_scale_search=is_search,
         )
 
-    def _total(self, objective: Objective) -> LossSum:
-        """Return the sum over the step's micro-batches so far; 0 on all stages but the last."""
-        return sum_losses(self._last.losses, objective.means, self.device)
+    def _sum_losses(self, objective: Objective) -> LossSum:
+        """Return the loss sums of the step's micro-batches so far, added up; 0 on all stages but the last."""
+        return sum_losses(self._last_stage.losses, objective.means, self.device)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *hooked: Any) -> None:
+    def _block_update(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         self._compute_loss()
-        super()._before_step(optimizer, *hooked)
+        super()._block_update(optimizer, *arguments)
 
-    def _on_device(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Any, Batch]]:
-        """Yield the pairs that PipelineEngine reads: inputs of the first stage, batch of the last stage."""
+    def _load_batches(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Any, Batch]]:
+        """Copy micro-batches to the device, and yield what DeepSpeed's engine reads.
+
+        The last stage computes the losses of the copies in the same order; see _LastStage.pending.
+
+        Yields:
+            Inputs of the first stage, a tensor or a tuple of tensors; and the batch.
+        """
         for cpu_batch in micro_batches:
             batch = to_device(cpu_batch, self.device, None)
-            self._last.pending.append(batch)
+            self._last_stage.pending.append(batch)
             inputs = tuple(batch[key] for key in INPUT_KEYS if key in batch)
             yield inputs if len(inputs) > 1 else inputs[0], batch
 
-    def _announce_batches(self, micro_batches: Sequence[Batch], objective: Objective) -> None:
-        """Prepare the stages for batches of new shapes, and the embedding for its noise.
+    def _prepare_stages(self, micro_batches: Sequence[Batch], objective: Objective) -> None:
+        """Prepare the stages for the shapes of these batches, and the embedding for its noise.
 
         Raises:
             DataError: a batch has entries that stages do not pass on.
@@ -241,8 +256,8 @@ class PipelineEngine(DeepSpeedBase):
             if unread:
                 raise DataError(
                     f"the batches contain {', '.join(unread)}, which pipeline stages do not pass on; they "
-                    f"take only {' and '.join(INPUT_KEYS[:2])}; remove the rest, or use "
-                    "zero_optimization.stage 3 in place of stages"
+                    f"take only {' and '.join(INPUT_KEYS[:2])}; remove the other entries, or set "
+                    "zero_optimization.stage 3 in place of pipeline.stages"
                 )
         shapes = {
             tuple((key, batch[key].shape) for key in INPUT_KEYS if key in batch) for batch in micro_batches
@@ -255,10 +270,10 @@ class PipelineEngine(DeepSpeedBase):
     def _clip_and_guard(self, *_: Any) -> None:
         """Compute the norm over all stages, clip and guard, before the optimizer's step at ZeRO 0.
 
-        DeepSpeed does none of it in fp32. In fp16 it counts tied weights twice (a norm 14 % off).
+        In fp32 DeepSpeed neither clips nor guards. In fp16 its norm counts tied weights twice (14 % off).
         """
         self._compute_loss()
-        self._norm, self._skipped = clip_and_guard(
+        self._norm, self._was_skipped = clip_and_guard(
             self._optimizer,
             self._max_grad_norm,
             (not each for each in self._is_copy),
@@ -273,15 +288,15 @@ class PipelineEngine(DeepSpeedBase):
     @tag_errors(Phase.EVALUATION)
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step. The last stage's share is the whole sum."""
-        self._last.begin(objective, torch.ones((), device=self.device))
+        self._last_stage.begin(objective, torch.ones((), device=self.device))
         batch = add_document_bounds(batch)
-        self._announce_batches([batch], objective)
+        self._prepare_stages([batch], objective)
         self._engine.eval_batch(
-            self._on_device([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1
+            self._load_batches([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1
         )
-        return sum_losses(self._last.losses, objective.means, self.device)
+        return sum_losses(self._last_stage.losses, objective.means, self.device)
 
-    def _state(self) -> RankState:
+    def _build_state(self) -> RankState:
         places = {
             # A tied weight is on two stages with equal values. DeepSpeed marks the copy.
             p: TensorPlacement.whole(
@@ -299,26 +314,32 @@ class PipelineEngine(DeepSpeedBase):
                 buffers |= get_persistent_buffers(layer.part, layer.name)
         return build_rank_state(self._zero_optimizer, places, buffers, (self.dp_rank, self.dp_world_size))
 
-    def _names(self) -> list[str]:
-        return self._whole_names
+    def _get_checkpoint_names(self) -> list[str]:
+        return self._checkpoint_names
 
 
 class _LastStage:
-    """Maps the last stage's hidden states to the scaled loss of the next pending batch, or to logits.
+    """Maps the last stage's hidden states to the scaled loss of the next pending batch.
 
-    It is part of the stage's forward, since DeepSpeed begins backward at the output of that forward.
+    If no batch is pending, it returns the logits, for generation. This object is part of the stage's forward,
+    since DeepSpeed begins backward at the output of that forward.
+
+    Args:
+        head: Output layer, which the objective calls as its model.
     """
 
     def __init__(self, head: HeadOnlyModel) -> None:
         self.losses: list[LossSum] = []
+        """Losses of the step's micro-batches so far, detached; empty on other stages."""
         self.pending: deque[Batch] = deque()
-        """Batches that were loaded, in the order in which the stage computes them."""
+        """Batches on the device whose loss is not computed yet, the next one first."""
         self.head = head
+        """Model that maps given hidden states to logits."""
         self._objective: Objective | None = None
         self._scale = torch.ones(())
 
     def begin(self, objective: Objective, scale: Tensor) -> None:
-        """Set the objective of the next step and the factor of its loss sums."""
+        """Begin a step: set its objective and the factor of its loss sums, and forget the last step."""
         self._objective = objective
         self._scale = scale
         self.losses = []
@@ -336,17 +357,17 @@ class _LastStage:
 
 
 def _adapt_config(config: dict[str, Any], precision: str) -> tuple[dict[str, Any], bool]:
-    """Return the configuration for PipelineEngine, and whether this module computes the norm."""
+    """Return the configuration for DeepSpeed's engine, and whether this module computes the norm."""
     config = copy.deepcopy(config)
     del config["pipeline"]
     zero = config["zero_optimization"]
     zero["overlap_comm"] = False  # PipelineEngine reduces once, after the last micro-batch
     if precision == "bf16":
-        # DeepSpeed's stage 0 divides optimizer state over data-parallel ranks here too, as stage 1 does, but
-        # adds gradients up in bf16.
+        # With bf16 DeepSpeed's stage 0 also divides the optimizer state over data-parallel ranks, as stage 1
+        # does, but it sums gradients in bf16.
         zero["stage"] = 1
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    own_norm = zero.get("stage", 0) == 0
-    if own_norm:
+    computes_norm = zero.get("stage", 0) == 0
+    if computes_norm:
         config["gradient_clipping"] = 0.0
-    return config, own_norm
+    return config, computes_norm

@@ -61,13 +61,26 @@ log = logging.getLogger(__name__)
 class TorchEngine:
     """Steps a model in plain PyTorch.
 
-    Parameters are fp32, except those of a frozen base. In bf16 it computes under autocast.
+    Parameters are fp32, except those of a frozen base. With precision bf16, forward runs under autocast.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: OptimizerConfig, config: EngineConfig, split: Split, job: Job
     ):
-        """Wrap the model as the split says. Collective."""
+        """Wrap the model as the split says. Collective.
+
+        Args:
+            model: Whole model. It is moved to the device in place.
+            optimizer: Optimizer section of the recipe.
+            config: Engine section of the recipe, with the settings of DistributedDataParallel.
+            split: Split of the run: `single`, `dp` or `ddp`.
+            job: Ranks and process group of the run.
+
+        Raises:
+            ConfigError: the user's own optimizer cannot be used, or a pattern of optimizer.groups matches no
+                trained parameter.
+            ModelError: no parameter requires a gradient.
+        """
         self.device = job.device
         self.phases = Phases(time.perf_counter, job.device)
         self.precision = split.precision
@@ -80,21 +93,21 @@ class TorchEngine:
         groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_torch_optimizer(groups, optimizer, split)
-        self._gate = StepGate(self.module, self._optimizer)
+        self._step_gate = StepGate(self.module, self._optimizer)
         self._ddp: _CheckedDdp | None = None
         self.replicas: ReplicaDigests | None = None
         self._is_first_step = True
-        self._buffers = BufferBroadcast(self.module)
+        self._buffer_broadcast = BufferBroadcast(self.module)
         self._limit_guard = StepLimitGuard(job, self.module)
         self._forward_module: nn.Module = self.module
         if split.parallel == "ddp" and job.is_distributed:
             self._ddp = _CheckedDdp(self.module, config, job)
             self.replicas = ReplicaDigests(0, self.module.parameters, self._optimizer, job.device)
         if split.parallel == "dp":
-            self._forward_module = _data_parallel(self.module, self.precision)
+            self._forward_module = _wrap_data_parallel(self.module, self.precision)
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
-        """See TextGenerator.generate. Computes in fp32 on the bare module, which enters no collective."""
+        """See TextGenerator.generate. Uses the bare module: not collective, and without autocast."""
         with self.phases.measure("generation"):
             return generate(self.module, prompts, settings, self.device)
 
@@ -103,9 +116,9 @@ class TorchEngine:
         self.__dict__ = {}
 
     def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """See Engine.set_batch_division."""
+        """Do nothing: each step uses the micro-batches that it receives. See Engine.set_batch_division."""
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _make_autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     @tag_errors(Phase.FORWARD)  # everything except backward and optimizer step
@@ -126,7 +139,7 @@ class TorchEngine:
         ddp = self._ddp
         if not self.module.training:
             self._forward_module.train()
-        # The counts are summed beside the forward: late ranks are waited for after it, not before.
+        # The counts are summed over ranks during the first forward, so that it need not wait for late ranks.
         finish_sum = self._job.start_all_reduce_sum(
             stack_count_and_flags(micro_batches, objective, flags, self.device)
         )
@@ -136,19 +149,23 @@ class TorchEngine:
             limit_guard.begin_step(limits)
         # A phase of its own, not `forward`: an objective may wait for other ranks here, and the time in
         # `forward` is compared between ranks.
-        with self._autocast(), self.phases.measure("routing"):
-            to_device = partial(self._on_device, objective=objective)
+        with self._make_autocast(), self.phases.measure("routing"):
+            move_to_device = partial(self._move_to_device, objective=objective)
             objective.prepare_step(
                 GlobalBatch(
-                    self._forward_module, micro_batches, to_device, self._job.all_reduce_sum, self.device
+                    self._forward_module,
+                    micro_batches,
+                    move_to_device,
+                    self._job.all_reduce_sum,
+                    self.device,
                 )
             )
         losses: list[LossSum] = []
         for index, cpu_batch in enumerate(micro_batches):
-            batch = self._on_device(cpu_batch, objective)
+            batch = self._move_to_device(cpu_batch, objective)
             is_last = index == len(micro_batches) - 1  # its backward sums the gradients over the ranks
             with nullcontext() if ddp is None or is_last else ddp.wrapper.no_sync():
-                with self._autocast(), self.phases.measure("forward"):
+                with self._make_autocast(), self.phases.measure("forward"):
                     loss = objective(self._forward_module if ddp is None else ddp.wrapper, batch)
                 require_gradient_graph(loss)
                 if index == 0:
@@ -161,7 +178,7 @@ class TorchEngine:
         if ddp is not None:
             ddp.check_gradients_complete()
             with self.phases.measure("communication"):
-                self._buffers.broadcast()
+                self._buffer_broadcast.broadcast()
         if self._is_first_step:
             self._is_first_step = False
             warn_of_unused_parameters(names_without_gradient(self.module))
@@ -188,20 +205,21 @@ class TorchEngine:
     @tag_errors(Phase.EVALUATION)
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
-        """See Engine.eval_step. Under `ddp` it uses the bare module, which enters no collective."""
+        """See Engine.eval_step. Under `ddp` the bare module computes the loss, without any collective."""
         if self.module.training:
             self._forward_module.eval()
-        with self._autocast():
-            return objective(self._forward_module, self._on_device(batch, objective))
+        with self._make_autocast():
+            return objective(self._forward_module, self._move_to_device(batch, objective))
 
-    def _on_device(self, batch: Batch, objective: Objective) -> Batch:
+    def _move_to_device(self, batch: Batch, objective: Objective) -> Batch:
+        """Return the batch on the device, with the bounds of its documents."""
         # nn.DataParallel would divide the bounds over GPUs as it divides rows.
         if not isinstance(self._forward_module, nn.DataParallel):
             batch = add_document_bounds(batch)
         inputs = objective.inputs(self._forward_module, batch)
         return to_device(batch, self.device, self._parameters[0].dtype, inputs)
 
-    def _state(self) -> ParameterState:
+    def _build_state(self) -> ParameterState:
         ranks = self._job.ranks
         buffers = get_persistent_buffers(self.module)
         replica = (ranks.rank, ranks.world_size) if self._ddp is not None else (0, 1)
@@ -209,27 +227,27 @@ class TorchEngine:
 
     def shards(self) -> Iterator[Shard]:
         """See EngineState.shards. Under `ddp` each rank writes a part of the replicated tensors."""
-        return self._state().shards(None)
+        return self._build_state().shards(None)
 
     def scalars(self) -> Scalars:
         """See EngineState.scalars."""
-        return self._state().scalars()
+        return self._build_state().scalars()
 
     def observe_gradients(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
         """See Engine.observe_gradients."""
-        return observe_gradients([self._optimizer], self._state, take)
+        return observe_gradients([self._optimizer], self._build_state, take)
 
     def hold_step(self, wait: Callable[[], None]) -> None:
         """See EngineState.hold_step."""
-        self._gate.hold(wait)
+        self._step_gate.hold(wait)
 
     @torch.no_grad()
     def restore(self, source: ShardSource) -> None:
         """See EngineState.restore."""
-        restore_state(self._state(), source, get_checkpoint_names(self.module))
+        restore_state(self._build_state(), source, get_checkpoint_names(self.module))
 
 
-# Newer releases of torch warn about the older name of the argument.
+# Name of DDP's argument in this release of torch; newer releases warn about the older name.
 _BROADCAST_ARGUMENT = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -240,16 +258,21 @@ _BROADCAST_ARGUMENT = (
 class _CheckedDdp:
     """Wraps a module in DistributedDataParallel and checks that every bucket of gradients was sent.
 
-    If a parameter gets no gradient, DDP does not send its bucket nor any later one. It reports that one step
-    too late, or hangs. Buckets are sent in order, so the last one is sent only if none is missing.
+    If a parameter gets no gradient, DDP does not send its bucket nor any later one. DDP reports that one step
+    too late, or hangs. Buckets are sent in order, so the last bucket is sent only if no gradient is missing.
+
+    Args:
+        module: Module on this rank's device.
+        config: Engine section of the recipe.
+        job: Ranks and device of the run.
     """
 
     def __init__(self, module: nn.Module, config: EngineConfig, job: Job):
         self._module = module
-        self._may_be_unused = config.find_unused_parameters
-        self.is_complete = False
-        # DDP would send all buffers before each forward, also constant ones (Llama's frequencies).
-        # BufferBroadcast sends those that change, after the step.
+        self._allows_unused_parameters = config.find_unused_parameters
+        self.is_last_bucket_sent = False
+        # DDP would send all buffers before each forward, also constant ones (Llama's rotary frequencies).
+        # Instead BufferBroadcast sends the buffers that change, after the step.
         broadcast: dict[str, Any] = {_BROADCAST_ARGUMENT: False}
         self.wrapper = DistributedDataParallel(
             module,
@@ -264,22 +287,23 @@ class _CheckedDdp:
         weak_self = weakref.ref(self)
         self.wrapper.register_comm_hook(None, lambda _, bucket: _reduce_bucket(weak_self(), bucket))
         if not config.find_unused_parameters:
-            self._fix_buckets()
+            self._build_final_buckets()
 
-    def _fix_buckets(self) -> None:
+    def _build_final_buckets(self) -> None:
         """Make DDP choose its final buckets now, by a backward of zeros, instead of after the first step.
 
-        An element's place in a bucket decides the order in which three or more ranks add it up. Without this
-        a resumed run would round its first step differently from an uninterrupted one.
+        An element's place in a bucket decides in which order the values of three or more ranks are added.
+        With other buckets, a resumed run would round its first step differently from an uninterrupted run.
         """
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         self.wrapper.reducer.prepare_for_forward()
         self.wrapper.reducer.prepare_for_backward([])
-        # Backward visits the last created operations first: the last layer's, as in the model.
+        # Backward visits the operations that were created last first. Here these are the last layer's, as in
+        # the model's own backward.
         torch.stack([0 * p.flatten()[:1].sum() for p in parameters]).sum().backward()
         for p in parameters:
             p.grad = None
-        self.is_complete = False
+        self.is_last_bucket_sent = False
 
     def check_gradients_complete(self) -> None:
         """Raise an error if the step's last backward left a bucket unsent. Not collective.
@@ -287,31 +311,33 @@ class _CheckedDdp:
         Call it before anything reads a gradient.
 
         Raises:
-            ModelError: gradients are missing, so the ranks' gradients differ. It names the parameters.
+            ModelError: a parameter has no gradient, so the gradients differ between ranks. The message names
+                the parameters, if this rank has none of their gradients.
         """
-        is_complete = self.is_complete
-        self.is_complete = False
-        if is_complete or self._may_be_unused:
+        is_last_bucket_sent = self.is_last_bucket_sent
+        self.is_last_bucket_sent = False
+        if is_last_bucket_sent or self._allows_unused_parameters:
             return
         names = names_without_gradient(self._module)
-        what = format_names(names) if names else "some of the parameters, in a step's last micro-batch,"
+        subject = format_names(names) if names else "some of the parameters, in a step's last micro-batch,"
         raise ModelError(
-            f"model: {what} took no part in the loss, and ddp waits for every parameter; freeze or remove "
+            f"model: {subject} took no part in the loss, and ddp waits for every parameter; freeze or remove "
             "the unused parameters, or set engine.find_unused_parameters: true to search for them in each "
             "step (in a split file torch.find_unused_parameters)"
         )
 
 
 def _reduce_bucket(ddp: _CheckedDdp | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Record in `ddp` whether the bucket is the last one, and average it over all ranks."""
     if ddp is not None:
-        ddp.is_complete = bucket.is_last()
+        ddp.is_last_bucket_sent = bucket.is_last()
     return allreduce_hook(None, bucket)  # type: ignore[arg-type] # None: all ranks
 
 
 class _AutocastModule(nn.Module):
     """Computes under bf16 autocast inside each replica's thread.
 
-    nn.DataParallel passes on that autocast is enabled, but not its dtype.
+    nn.DataParallel enables autocast in its threads if it is enabled outside, but does not set the dtype.
     """
 
     def __init__(self, module: nn.Module):
@@ -323,16 +349,16 @@ class _AutocastModule(nn.Module):
             return self.module(*inputs, **named)
 
 
-def _data_parallel(module: nn.Module, precision: str) -> nn.Module:
+def _wrap_data_parallel(module: nn.Module, precision: str) -> nn.Module:
     """Return nn.DataParallel over all visible GPUs, or the module itself with fewer than two."""
     if torch.cuda.device_count() < 2:
         return module
-    layers = count_batch_norms(module)
-    if layers:
+    num_batch_norms = count_batch_norms(module)
+    if num_batch_norms:
         log.warning(
             "nn.DataParallel: each of the %d batch normalisation layers normalises over one GPU's share of "
-            "the micro-batch, and only GPU 0's running statistics are kept; with parallel: ddp they "
-            "normalise over all of it",
-            layers,
+            "the micro-batch, and only GPU 0's running statistics are saved; with parallel: ddp they "
+            "normalise over the micro-batches of all GPUs",
+            num_batch_norms,
         )
     return nn.DataParallel(_AutocastModule(module) if precision == "bf16" else module)
