@@ -1,4 +1,4 @@
-"""Base of the two engines that use deepspeed.initialize: construction, process groups, state and _cleanup."""
+"""Base of the two engines that use deepspeed.initialize: construction, process groups, state and closing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Parameter groups and optimizers of every engine: built-in kinds, and a user's own by import path.
 
-Built-in kinds use torch's fused kernels, if there are any, instead of DeepSpeed's FusedAdam. They are as fast
-and need no compilation. They read a flag on the device (`found_inf`), so a non-finite step is skipped without
-asking the host. Engines that offload optimizer state choose the optimizer for it themselves.
+Built-in kinds use torch's fused kernels, if torch has them, instead of DeepSpeed's FusedAdam. torch's kernels
+are as fast and need no compilation. They read a flag on the device (`found_inf`), so a non-finite step is
+skipped without synchronizing with the device. With optimizer state in host memory, deepspeed_base.py chooses
+the optimizer.
 """
 
 from __future__ import annotations
@@ -22,24 +23,30 @@ from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import ConfigError
 
 Groups = list[dict[str, Any]]
+"""Parameter groups as group_parameters returns them."""
 
 # Trial of a user's own optimizer.
-TRIAL_SHAPE = (64, 80)  # large enough for libraries that quantise the state of large parameters only
-TRIAL_PIECE = 3_000  # elements of a flat piece; not a multiple of a row
+TRIAL_SHAPE = (64, 80)  # of the matrix; large enough for libraries that quantise only large states
+TRIAL_PIECE_SIZE = 3_000  # elements of a flat piece; not a multiple of a row
 TRIAL_STEPS = 8
 TRIAL_RATE = 1e-2  # the run's own rate may be too low to distinguish two updates
-USE_PLAIN_PYTORCH = "plain PyTorch (--deepspeed ds_configs/torch_ddp.json) leaves parameters whole"
+USE_PLAIN_PYTORCH = (
+    "or use plain PyTorch (--deepspeed ds_configs/torch_ddp.json), which does not divide parameters"
+)
 
 
 def build_user_optimizer(groups: Groups, config: OptimizerConfig, split: Split) -> Optimizer:
     """Return the user's own optimizer for the groups, imported by `optimizer.kind`.
 
+    It has the groups' `lr_factor`s, and passed a trial; see _OptimizerTrial.
+
     Raises:
-        ConfigError: it cannot be constructed, is no torch optimizer, or cannot work under this split.
+        ConfigError: the optimizer cannot be constructed, is no torch optimizer, cannot be resumed or skip a
+            step, or cannot work under this split.
     """
     kind = config.kind
     make = import_object(kind, ConfigError)
-    message = f"optimizer.args: {kind} cannot be called with the parameter groups and these"
+    message = f"optimizer.args: {kind} cannot be called with the parameter groups and these arguments"
     check_signature(make, message, ConfigError, [], **config.args)
 
     def construct(groups: Groups, rate: float) -> Optimizer:
@@ -53,7 +60,7 @@ def build_user_optimizer(groups: Groups, config: OptimizerConfig, split: Split) 
         ]
         with errors_in_one_line(f"optimizer.kind: {kind}", ConfigError):
             optimizer = make(passed_groups, **config.args)
-        _check_groups(optimizer, groups, kind)
+        _require_same_groups(optimizer, groups, kind)
         return optimizer
 
     device = groups[0]["params"][0].device
@@ -61,24 +68,25 @@ def build_user_optimizer(groups: Groups, config: OptimizerConfig, split: Split) 
     if isinstance(optimizer, torch.optim.Adagrad) and split.cuts_matrices:
         raise ConfigError(
             "optimizer.kind: DeepSpeed replaces torch's Adagrad at ZeRO 1 to 3 and loses its groups; "
-            f"{USE_PLAIN_PYTORCH}"
+            f"use another kind, {USE_PLAIN_PYTORCH}"
         )
-    example = _OptimizerTrial(kind, lambda groups: construct(groups, TRIAL_RATE), device).run(split)
-    for own, group in zip(optimizer.param_groups, groups, strict=True):
-        own["lr_factor"] = group["lr_factor"]
-    optimizer.state_example = example  # type: ignore[attr-defined]
+    trial = _OptimizerTrial(kind, lambda groups: construct(groups, TRIAL_RATE), device)
+    optimizer.state_example = trial.run(split)  # type: ignore[attr-defined]
+    for made_group, group in zip(optimizer.param_groups, groups, strict=True):
+        made_group["lr_factor"] = group["lr_factor"]
     return optimizer
 
 
 def get_state_example(optimizer: Optimizer) -> dict[str, Any]:
-    """Return a user's own optimizer's state of one parameter after its trial.
+    """Return the state of one parameter after the trial of a user's own optimizer.
 
-    Empty for the optimizers of torch and DeepSpeed.
+    It shows which entries the state will have. Empty for the optimizers of torch and DeepSpeed.
     """
     return getattr(optimizer, "state_example", {})
 
 
-def _check_groups(optimizer: Any, groups: Groups, kind: str) -> None:
+def _require_same_groups(optimizer: Any, groups: Groups, kind: str) -> None:
+    """Raise a ConfigError if the user's object is no optimizer of exactly these groups."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer.kind: {kind} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer"
@@ -94,33 +102,40 @@ def _check_groups(optimizer: Any, groups: Groups, kind: str) -> None:
 
 
 class _OptimizerTrial:
-    """Tries a user's own optimizer on small matrices before the run.
+    """Tries a user's own optimizer on a small matrix before the run.
 
-    It makes the same steps in different ways (resumed, in pieces) and compares the results.
+    The trial makes the same steps in different ways (resumed, in pieces) and compares the results.
+
+    Args:
+        kind: Import path of the optimizer, for messages.
+        make: Constructs the optimizer for parameter groups.
+        device: Device of the matrix.
     """
 
     def __init__(self, kind: str, make: Callable[[Groups], Optimizer], device: torch.device):
         self._kind = kind
         self._make = make
         self._device = device
-        numbers = torch.Generator().manual_seed(0)
-        self._start = 0.1 * torch.randn(TRIAL_SHAPE, generator=numbers).to(device)
-        self._gradients = torch.randn(TRIAL_STEPS, *TRIAL_SHAPE, generator=numbers).to(device)
+        generator = torch.Generator().manual_seed(0)
+        self._initial_matrix = 0.1 * torch.randn(TRIAL_SHAPE, generator=generator).to(device)
+        self._gradients = torch.randn(TRIAL_STEPS, *TRIAL_SHAPE, generator=generator).to(device)
 
     def run(self, split: Split) -> dict[str, Any]:
         """Return the optimizer's state of a parameter after the trial's steps.
 
         Raises:
-            ConfigError: the optimizer cannot be resumed, cannot skip a step, or cannot work under this split.
+            ConfigError: the optimizer fails, cannot be resumed, cannot skip a step, or cannot work under this
+                split.
         """
+        replaces_parameters = split.cuts_matrices or split.precision != "fp32"
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            whole, optimizer, (p,) = self._make_steps("on a matrix", 0, TRIAL_STEPS)
+            expected, optimizer, (p,) = self._make_steps("on a matrix", 0, TRIAL_STEPS)
             state = dict(optimizer.state[p])
-            self._check_state(state, p)
+            self._check_state(state)
             self._check_skip(optimizer, p)
-            self._check_resume(whole)
-            if split.parallel == "deepspeed" and (split.cuts_matrices or split.precision != "fp32"):
-                self._check_pieces(whole, split)
+            self._check_resume(expected)
+            if split.parallel == "deepspeed" and replaces_parameters:
+                self._check_pieces(expected, split)
         return state
 
     def _make_steps(
@@ -129,56 +144,61 @@ class _OptimizerTrial:
         first: int,
         last: int,
         start: Tensor | None = None,
-        piece: int | None = None,
+        piece_size: int | None = None,
         state: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Optimizer, list[nn.Parameter]]:
         """Construct an optimizer and make the steps from `first` up to `last`.
 
         Args:
-            how: Description of the steps for an error message.
+            how: Description of the trial, for an error message.
             first: First step, inclusive.
             last: Last step, exclusive.
-            start: Values of the matrix at step `first`; the trial's start by default.
-            piece: Number of elements of the pieces that replace the matrix after construction, as ZeRO does.
-            state: Optimizer state of the matrix at step `first`.
+            start: Values of the matrix at step `first`; the initial matrix by default.
+            piece_size: Number of elements of the flat pieces that replace the matrix after construction, as
+                ZeRO replaces it; `None`: the optimizer steps the matrix itself.
+            state: Optimizer state of the matrix at step `first`; `None`: a new optimizer's.
 
         Returns:
-            The flat matrix afterwards, the optimizer, and the parameters that it stepped.
+            The matrix afterwards, flattened; the optimizer; and the parameters that it stepped.
+
+        Raises:
+            ConfigError: a step raised an error.
         """
-        start = self._start if start is None else start
+        start = self._initial_matrix if start is None else start
         stepped = [nn.Parameter(start.clone())]
         optimizer = self._make([{"params": stepped, "weight_decay": 0.1, "lr_factor": 1.0}])
-        if piece is not None:
-            parts = start.flatten().split(piece) if piece < start.numel() else [start]
-            stepped = [nn.Parameter(part.clone()) for part in parts]
+        if piece_size is not None:
+            pieces = start.flatten().split(piece_size) if piece_size < start.numel() else [start]
+            stepped = [nn.Parameter(piece.clone()) for piece in pieces]
             optimizer.param_groups[0]["params"] = stepped
         if state is not None:
             optimizer.state[stepped[0]] = state
         with errors_in_one_line(f"optimizer.kind: {self._kind}, tried out {how},", ConfigError):
             for step in range(first, last):
-                parts = self._gradients[step].flatten().split([p.numel() for p in stepped])
-                for p, part in zip(stepped, parts, strict=True):
-                    p.grad = part.view_as(p).clone()
+                gradients = self._gradients[step].flatten().split([p.numel() for p in stepped])
+                for p, gradient in zip(stepped, gradients, strict=True):
+                    p.grad = gradient.view_as(p).clone()
                 torch.manual_seed(step)
                 optimizer.step()
         return torch.cat([p.detach().flatten() for p in stepped]), optimizer, stepped
 
-    def _check_state(self, state: dict[str, Any], p: Tensor) -> None:
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Require that a checkpoint can contain the state of a parameter."""
         for key, value in state.items():
             if torch.is_tensor(value):
-                if value.is_floating_point() or value.dim() == 0:
-                    continue
-                what = f"a tensor of {value.dtype}"
-            elif isinstance(value, (bool, int, float)):
-                continue
+                is_storable = value.is_floating_point() or value.dim() == 0
+                description = f"a tensor of {value.dtype}"
             else:
-                what = f"a {type(value).__name__}"
-            raise ConfigError(
-                f"optimizer.kind: {self._kind} keeps {what} as {key!r}, which a checkpoint cannot hold; keep "
-                "only numbers and floating-point tensors in self.state[p]"
-            )
+                is_storable = isinstance(value, (bool, int, float))
+                description = f"a {type(value).__name__}"
+            if not is_storable:
+                raise ConfigError(
+                    f"optimizer.kind: {self._kind} stores {description} as {key!r}, which a checkpoint "
+                    "cannot contain; store only numbers and floating-point tensors in self.state[p]"
+                )
 
     def _check_skip(self, optimizer: Optimizer, p: nn.Parameter) -> None:
+        """Require that a step without a gradient changes nothing. Removes the gradient of `p`."""
         before = p.detach().clone()
         p.grad = None
         with errors_in_one_line(f"optimizer.kind: {self._kind}, tried out without a gradient,", ConfigError):
@@ -189,37 +209,42 @@ class _OptimizerTrial:
                 "None: continue` in its step: the trainer skips a step by removing the gradients"
             )
 
-    def _check_resume(self, whole: Tensor) -> None:
+    def _check_resume(self, expected: Tensor) -> None:
+        """Require that steps resumed from a copy of the state give the matrix `expected`, bit by bit."""
         half = TRIAL_STEPS // 2
         values, optimizer, (p,) = self._make_steps("on a matrix", 0, half)
         saved = {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state[p].items()}
         resumed, *_ = self._make_steps(
             "after a resume", half, TRIAL_STEPS, values.view(TRIAL_SHAPE), state=saved
         )
-        if not torch.equal(whole, resumed):
+        if not torch.equal(expected, resumed):
             raise ConfigError(
-                f"optimizer.kind: {self._kind} keeps state outside of self.state[p], in an attribute or in a "
+                f"optimizer.kind: {self._kind} stores state outside of self.state[p], in an attribute or a "
                 "group; checkpoints do not contain it, and a resumed run would differ from an uninterrupted "
-                "one; keep it in self.state[p]"
+                "one; store it in self.state[p]"
             )
 
-    def _check_pieces(self, whole: Tensor, split: Split) -> None:
-        piece = TRIAL_PIECE if split.cuts_matrices else whole.numel()
+    def _check_pieces(self, expected: Tensor, split: Split) -> None:
+        """Require that the optimizer gives the matrix `expected` if tensors replace its parameters."""
+        piece_size = TRIAL_PIECE_SIZE if split.cuts_matrices else expected.numel()
         how = f"as {split} steps it, on tensors that replace the parameters in its groups after construction"
         try:
-            stepped, optimizer, pieces = self._make_steps(how, 0, TRIAL_STEPS, piece=piece)
+            stepped, optimizer, pieces = self._make_steps(how, 0, TRIAL_STEPS, piece_size=piece_size)
         except ConfigError as error:
             raise ConfigError(f"{error}; {USE_PLAIN_PYTORCH}") from None
-        if torch.allclose(whole, stepped, rtol=1e-4, atol=1e-6):
-            wrong = [
+        if torch.allclose(expected, stepped, rtol=1e-4, atol=1e-6):
+            keys_of_other_shape = [
                 key
                 for p in pieces
                 for key, value in optimizer.state[p].items()
                 if torch.is_tensor(value) and value.dim() and value.shape != p.shape
             ]
-            if not wrong or not split.cuts_matrices:
+            if not keys_of_other_shape or not split.cuts_matrices:
                 return
-            why = f"keeps {wrong[0]!r} in another shape than the parameter's, which checkpoints cannot hold"
+            why = (
+                f"stores {keys_of_other_shape[0]!r} in another shape than the parameter's, which checkpoints "
+                "cannot contain"
+            )
         elif split.cuts_matrices:
             why = "updates flat pieces of a matrix differently from the whole matrix"
         else:
@@ -231,7 +256,8 @@ class _OptimizerTrial:
 
 
 ONE_PROCESS = Split(1, "fp32", "single")
-PLACEHOLDER_RATE = 0.0  # before the first step, if optimizer.learning_rate is derived from the model
+# Learning rate before the first step, if optimizer.learning_rate is derived from the model.
+PLACEHOLDER_RATE = 0.0
 
 
 def parameter_groups(
@@ -248,18 +274,24 @@ def parameter_groups(
 
 
 def assign_groups(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> dict[str, GroupKey]:
-    """Return the group of each trained parameter of a whole model, by name; see `assign_parameter_groups`."""
+    """Return the group of each trained parameter of a whole model, by name.
+
+    Raises:
+        ConfigError: see config.patterns.assign_parameter_groups.
+        ModelError: see config.patterns.assign_parameter_groups.
+    """
     # ZeRO-3 empties a parameter between uses; ds_shape is its whole shape.
-    trained = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad}
-    return assign_parameter_groups(trained, config)
+    num_dimensions = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad}
+    return assign_parameter_groups(num_dimensions, config)
 
 
 def group_parameters(
     named: Iterable[tuple[str, nn.Parameter]], keys: Mapping[str, GroupKey], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups of a model or of a part of it, without the empty ones.
+    """Return the parameter groups of a model or of a part of it, without empty groups.
 
-    A group has its `weight_decay`, its `kind` of optimizer and the `lr_factor` of its learning rate.
+    Each is a dict of its `params`, its `weight_decay`, its `kind` of optimizer, and the `lr_factor` by which
+    the learning rate is multiplied.
 
     Args:
         named: Parameters by name; those that are not trained are left out.
@@ -272,13 +304,15 @@ def group_parameters(
             members[keys[name]].append(p)
     groups = []
     for (number, is_undecayed), parameters in members.items():
-        own = config.groups[number - 1] if config.groups and number else None
-        decay = config.weight_decay if own is None or own.weight_decay is None else own.weight_decay
+        section = config.groups[number - 1] if config.groups and number else None  # 0: no group matches
+        decay = section.weight_decay if section is not None else None
+        if decay is None:
+            decay = config.weight_decay
         groups.append(
             {
                 "params": parameters,
                 "weight_decay": 0.0 if is_undecayed else decay,
-                "lr_factor": 1.0 if own is None else own.learning_rate_factor,
+                "lr_factor": 1.0 if section is None else section.learning_rate_factor,
                 "kind": get_optimizer_kind((number, is_undecayed), config),
             }
         )
@@ -291,32 +325,34 @@ def build_torch_optimizer(
 ) -> Optimizer:
     """Return the optimizer of the groups, with the recipe's settings.
 
-    A group without a `kind` gets the recipe's. Groups of several kinds get a CombinedOptimizer.
+    A group without a `kind` gets the recipe's. If groups have several kinds, the result is a
+    CombinedOptimizer.
 
     Raises:
         ConfigError: the user's own optimizer cannot be constructed, or cannot work under this split.
     """
-    members: dict[str, list[dict[str, Any]]] = {}
+    groups_of_kind: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
-        members.setdefault(group.get("kind", config.kind), []).append(group)
+        groups_of_kind.setdefault(group.get("kind", config.kind), []).append(group)
     optimizers = [
-        OPTIMIZERS[kind](of_kind, config)
+        OPTIMIZERS[kind](members, config)
         if kind in OPTIMIZERS
-        else build_user_optimizer(of_kind, config, split)
-        for kind, of_kind in members.items()
+        else build_user_optimizer(members, config, split)
+        for kind, members in groups_of_kind.items()
     ]
     if len(optimizers) == 1:
         return optimizers[0]
-    made = {id(group["params"][0]): group for each in optimizers for group in each.param_groups}
-    return CombinedOptimizer([made[id(group["params"][0])] for group in groups], optimizers)
+    # Torch copies the groups' dicts. The first parameter identifies a group.
+    made_groups = {id(group["params"][0]): group for each in optimizers for group in each.param_groups}
+    return CombinedOptimizer([made_groups[id(group["params"][0])] for group in groups], optimizers)
 
 
 class CombinedOptimizer(Optimizer):
-    """Steps several optimizers as one, with their groups and state in common.
+    """Steps several optimizers as one. It shares their groups and its state with them.
 
     Args:
-        groups: The groups of `optimizers` themselves, in the order that callers see.
-        optimizers: Each steps its own groups.
+        groups: Group dicts of `optimizers` (not copies), in the order of `param_groups`.
+        optimizers: Optimizers of disjoint groups. Their state is replaced by this optimizer's.
     """
 
     def __init__(self, groups: list[dict[str, Any]], optimizers: list[Optimizer]):
@@ -331,19 +367,19 @@ class CombinedOptimizer(Optimizer):
             each.step()
 
     def optimizer_of(self, stepped: Tensor) -> Optimizer:
-        """Return the optimizer whose groups contain the tensor."""
+        """Return the optimizer among the combined ones whose groups contain the tensor."""
         groups = ((each, group["params"]) for each in self._optimizers for group in each.param_groups)
         return next(each for each, parameters in groups if any(p is stepped for p in parameters))
 
 
-def _sgd(groups: Groups, config: OptimizerConfig) -> Optimizer:
-    sgd = torch.optim.SGD(groups, lr=_rate(config), momentum=config.momentum, fused=True)
+def _build_sgd(groups: Groups, config: OptimizerConfig) -> Optimizer:
+    sgd = torch.optim.SGD(groups, lr=_get_initial_rate(config), momentum=config.momentum, fused=True)
     if config.momentum:
         sgd.register_step_pre_hook(_create_momentum)
     return sgd
 
 
-def _rate(config: OptimizerConfig) -> float:
+def _get_initial_rate(config: OptimizerConfig) -> float:
     """Return the initial rate. `set_learning_rate` replaces it before each step."""
     return config.learning_rate or PLACEHOLDER_RATE
 
@@ -362,10 +398,12 @@ def _create_momentum(optimizer: Optimizer, *_: Any) -> None:
 
 OPTIMIZERS: dict[str, Callable[[Groups, OptimizerConfig], Optimizer]] = {
     "adamw": lambda groups, config: torch.optim.AdamW(
-        groups, lr=_rate(config), betas=config.betas, eps=config.eps, fused=True
+        groups, lr=_get_initial_rate(config), betas=config.betas, eps=config.eps, fused=True
     ),
-    "sgd": _sgd,
-    "adafactor": lambda groups, config: torch.optim.Adafactor(groups, lr=_rate(config)),
-    "muon": lambda groups, config: torch.optim.Muon(groups, lr=_rate(config), adjust_lr_fn="match_rms_adamw"),
+    "sgd": _build_sgd,
+    "adafactor": lambda groups, config: torch.optim.Adafactor(groups, lr=_get_initial_rate(config)),
+    "muon": lambda groups, config: torch.optim.Muon(
+        groups, lr=_get_initial_rate(config), adjust_lr_fn="match_rms_adamw"
+    ),
 }
 """Built-in optimizers, by `optimizer.kind`; any other kind is an import path."""
