@@ -373,7 +373,7 @@ class DeepSpeedBase(ABC):
         )
         can_fall = self._scale_state_before["loss_scale"] > minimum
         is_search = has_overflowed and can_fall and not bool(self._limit_guard.is_loss_high())
-        skipped = self._limit_guard.end_step(skipped, counts=is_search)
+        skipped = self._limit_guard.end_step(skipped, keeps_buffers=is_search)
         if not is_search and bool(skipped):
             self._set_scale_state(self._scale_state_before)
         return skipped, is_search

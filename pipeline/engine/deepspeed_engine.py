@@ -312,9 +312,9 @@ class DeepSpeedEngine(DeepSpeedBase):
 
     def _clip_and_guard(self, *_: Any) -> None:
         """Clip and guard at stage 0, with all gradients on each rank; a hook before the optimizer's step."""
-        sums = sum_over_tensor_group if self._split.tensor_parallel > 1 else None
+        sum_over_ranks = sum_over_tensor_group if self._split.tensor_parallel > 1 else None
         self._norm, self._was_skipped = clipping.clip_and_guard(
-            self._optimizer, self._max_grad_norm, self._is_in_norm, sums, self._limit_guard
+            self._optimizer, self._max_grad_norm, self._is_in_norm, sum_over_ranks, self._limit_guard
         )
 
     def _clip_and_guard_partition(self) -> None:

@@ -1,7 +1,7 @@
 """Search for the first infinite or NaN value of a step, and for its sample.
 
-The step is repeated with hooks on every module and gradient, under limits that refuse it. Good steps are not
-measured, and the repetition changes nothing.
+The step is repeated with hooks on every module and gradient, under limits that refuse it. Therefore steps
+with finite values cost nothing, and the repetition leaves the run's state unchanged.
 """
 
 from __future__ import annotations
@@ -23,59 +23,66 @@ from pipeline.models.batch_norm import is_sync_batch_norm
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective
 
 MAX_NAMED_SAMPLES = 8
+"""Largest number of samples that a message names."""
 INPUT, FORWARD, BACKWARD = range(3)
+"""Phases of a step, in their order: see NonFiniteValue.phase."""
 LOSS = "the loss"
+"""Description of the loss, as NonFiniteValue.description."""
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""Name of the precision, by torch's dtype."""
 
 
 class NonFiniteValue(NamedTuple):
     """First infinite or NaN value on a rank.
 
-    Values compare by their fields in this order: inputs come before layers, and the cause of a step is the
-    smallest over all ranks.
+    Values are compared by their fields, in the order below. The smallest value over all ranks is the cause of
+    the step.
     """
 
     phase: int
-    """Phase in which it was found: INPUT, FORWARD or BACKWARD."""
+    """Phase in which the value was found: INPUT, FORWARD or BACKWARD."""
     micro_batch: int
-    """Index of the micro-batch in the step."""
+    """Index of the micro-batch in the rank's step."""
     order: int
-    """Number of modules and gradients that were visited before in the micro-batch."""
-    turn: int
-    """Order of ranks that found it at the same place.
+    """Number of modules and gradients checked in the micro-batch up to this value."""
+    rank_order: int
+    """Decides between ranks that found a value at the same place; the lowest is the cause.
 
-    Lowest for a rank whose module received the value, and in backward for the last pipeline stage.
+    It is the rank, or -1 for a module's input, or in backward minus the rank, so that the last pipeline stage
+    comes first.
     """
     rank: int
-    """Rank that found it."""
-    where: str
-    """Description of the tensor."""
+    """Rank that found the value."""
+    description: str
+    """Description of the tensor, such as "the output of layers.3 (Linear)"."""
     remark: str
-    """Addition to the description: the phase, or the dtype that overflows."""
+    """Addition to the description: the phase, or the dtype that overflows; may be empty."""
     samples: tuple[str, ...]
     """Names of the samples, by source and index; empty if they are not known."""
     is_narrowed: bool
-    """Whether exactly these samples have the value; if not, they are all samples of the micro-batch."""
+    """Whether only these samples have the value; if not, `samples` are all samples of the micro-batch."""
 
     def describe(self, rank: object) -> str:
-        """Return a description of the value, its place and its samples.
+        """Return a text that names the tensor, the rank and the samples.
 
         Args:
-            rank: Name of the rank for the text.
+            rank: Name of the rank in the text.
         """
-        samples = ", ".join(self.samples[:MAX_NAMED_SAMPLES]) + (
-            " ..." if len(self.samples) > MAX_NAMED_SAMPLES else ""
-        )
-        if samples and (self.phase == INPUT or self.where == LOSS):
-            return f"{self.where} of sample{'s' * (len(self.samples) > 1)} {samples}{self.remark}, on {rank}"
-        return f"{self.where}{self.remark}, on {rank}" + (f"; samples: {samples}" if samples else "")
+        samples = ", ".join(self.samples[:MAX_NAMED_SAMPLES])
+        if len(self.samples) > MAX_NAMED_SAMPLES:
+            samples += " ..."
+        if samples and (self.phase == INPUT or self.description == LOSS):
+            noun = "samples" if len(self.samples) > 1 else "sample"
+            return f"{self.description} of {noun} {samples}{self.remark}, on {rank}"
+        text = f"{self.description}{self.remark}, on {rank}"
+        return f"{text}; samples: {samples}" if samples else text
 
 
-class FirstNonFinite:
+class NonFiniteDetector:
     """Checks the batch, every module's output, the loss and every gradient of a step for non-finite values.
 
-    Each check waits for the device. A module whose input is not finite is not the origin. If no module made
-    that input, code between modules did, and the description names the module that received it.
+    Each check synchronizes with the device. A module whose input is not finite is not the origin. If no
+    module made that input, code between modules did, and the description names the module that received it.
 
     Args:
         module: This rank's module, without any wrapper.
@@ -87,23 +94,26 @@ class FirstNonFinite:
         self._module = module
         self._micro_batches = micro_batches
         self._rank = rank
-        self._number = self._batch_number = -1
+        self._forward_index = self._loss_index = -1  # micro-batches of the module and of the objective
         self._order = 0
-        self._is_input_finite = True
+        self._is_input_finite = True  # of the whole module, in this micro-batch
         self.found: NonFiniteValue | None = None
+        """First value found on this rank; `None` if none was."""
 
     @contextmanager
     def install_hooks(self) -> Iterator[None]:
-        """Install the hooks inside the context. Make the step there."""
+        """Install the hooks inside the context. Make the step there. torch.compile is off meanwhile."""
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.callback(self._module.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+            hook = self._module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+            stack.callback(hook.remove)
             for layer, name in _get_whole_names(self._module).items():
-                hook = layer.register_forward_hook(partial(self._forward, name), with_kwargs=True)
+                hook = layer.register_forward_hook(partial(self._check_output, name), with_kwargs=True)
                 stack.callback(hook.remove)
-                for own, p in layer.named_parameters(name, recurse=False):
+                for parameter_name, p in layer.named_parameters(name, recurse=False):
                     if p.requires_grad:
-                        stack.callback(p.register_hook(partial(self._backward, own)).remove)
+                        hook = p.register_hook(partial(self._check_gradient, parameter_name))
+                        stack.callback(hook.remove)
             yield
 
     def wrap_objective(self, objective: Objective) -> Objective:
@@ -112,10 +122,11 @@ class FirstNonFinite:
 
     def restart(self) -> None:
         """Restart the count of micro-batches."""
-        self._number = self._batch_number = -1
+        self._forward_index = self._loss_index = -1
 
-    def _begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._number += 1
+    def _begin_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a micro-batch and check the model's input; a hook before the whole module's forward."""
+        self._forward_index += 1
         self._order = 0
         # The first tensor is the data; the others may be masks, which contain -inf.
         is_data_finite = _is_finite(next(iter_tensors((args, kwargs)), None))
@@ -123,43 +134,49 @@ class FirstNonFinite:
 
     def check_inputs(self, batch: Batch, keys: Collection[str]) -> None:
         """Check the entries of the next micro-batch that the model receives."""
-        self._batch_number += 1
+        self._loss_index += 1
         self._check_entries(batch, keys)
 
     def check_loss(self, loss: LossSum, batch: Batch, keys: Collection[str]) -> None:
-        """Check the loss. If it is not finite, check the entries that the objective has read."""
+        """Check the loss. If it is not finite, check first the batch's entries `keys`."""
         if self.found is None and not bool(loss.minimised.isfinite().all()):
             self._check_entries(batch, keys)
             self._record(FORWARD, LOSS, "", None)
 
     def _check_entries(self, batch: Batch, keys: Collection[str]) -> None:
-        """Record the first entry that is not finite. Masks may contain -inf."""
+        """Record the first of these entries that is not finite. Masks may contain -inf."""
         for key in sorted(keys):
             value = batch.get(key)
             if not _is_finite(value) and ("mask" not in key or _has_nan_or_inf(value)):
                 self._record_input(key, batch)
 
-    def _forward(self, name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _check_output(self, name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Check a module's output, input and weights; a hook after its forward."""
         self._order += 1
         if self.found is not None or _is_finite(output):
             return
         layer_name = f"{name or 'the model'} ({type(layer).__name__})"
         if not _is_finite((args, kwargs)):
             # -inf is normal in a mask, but synchronised batch normalisation receives no mask.
-            if self._is_input_finite and (_has_nan_or_inf((args, kwargs)) or is_sync_batch_norm(layer)):
-                self._record(FORWARD, f"the input of {layer_name}", ", in forward", (args, kwargs), turn=-1)
+            is_bad_input = _has_nan_or_inf((args, kwargs)) or is_sync_batch_norm(layer)
+            if self._is_input_finite and is_bad_input:
+                description = f"the input of {layer_name}"
+                self._record(FORWARD, description, ", in forward", (args, kwargs), rank_order=-1)
             return
-        wrong = [own for own, p in layer.named_parameters(recurse=False) if not _is_finite(p)]
-        where = f"the weights of {name} ({', '.join(wrong)})" if wrong else f"the output of {layer_name}"
-        self._record(FORWARD, where, ", in forward", output)
+        bad_weights = [key for key, p in layer.named_parameters(recurse=False) if not _is_finite(p)]
+        description = f"the output of {layer_name}"
+        if bad_weights:
+            description = f"the weights of {name} ({', '.join(bad_weights)})"
+        self._record(FORWARD, description, ", in forward", output)
 
-    def _backward(self, name: str, gradient: Tensor) -> None:
+    def _check_gradient(self, name: str, gradient: Tensor) -> None:
+        """Check the gradient of a parameter; a hook on the parameter."""
         self._order += 1
         if not _is_finite(gradient):
-            self._record(BACKWARD, f"the gradient of {name}", ", in backward", None, turn=-self._rank)
+            self._record(BACKWARD, f"the gradient of {name}", ", in backward", None, rank_order=-self._rank)
 
     def _record_input(self, key: str, batch: Batch) -> None:
-        """Record an entry that is not finite. It replaces a layer that was found before."""
+        """Record an entry that is not finite. It replaces a module's value that was found before."""
         host = get_host_batch(batch)
         value = batch[key]
         remark = ""
@@ -168,72 +185,72 @@ class FirstNonFinite:
             remark = f" (overflows {DTYPE_NAMES.get(first.dtype, first.dtype)})"
         if self.found is None or self.found.phase > INPUT:
             self.found = None
-            self._record(INPUT, f"input `{key}`", remark, value, number=self._batch_number)
+            self._record(INPUT, f"input `{key}`", remark, value, micro_batch=self._loss_index)
 
     def _record(
         self,
         phase: int,
-        where: str,
+        description: str,
         remark: str,
         value: Any,
         *,
-        turn: int | None = None,
-        number: int | None = None,
+        rank_order: int | None = None,
+        micro_batch: int | None = None,
     ) -> None:
         """Record a non-finite value, unless one was recorded before.
 
         Args:
             phase: INPUT, FORWARD or BACKWARD.
-            where: Description of the tensor.
+            description: Description of the tensor.
             remark: Addition to the description.
-            value: Tensors whose rows show which samples are not finite; `None` if there are none.
-            turn: See NonFiniteValue.turn; the rank's number by default.
-            number: Index of the micro-batch; that of the last forward by default.
+            value: Tensors whose rows show which samples are not finite; `None` if no tensor has such rows.
+            rank_order: See NonFiniteValue.rank_order; this rank by default.
+            micro_batch: Index of the micro-batch; by default the one of the last forward.
         """
         if self.found is not None:
             return
-        number = self._number if number is None else number
-        number = min(max(number, 0), len(self._micro_batches) - 1)
-        samples, is_narrowed = _find_samples(value, get_host_batch(self._micro_batches[number]))
+        micro_batch = self._forward_index if micro_batch is None else micro_batch
+        micro_batch = min(max(micro_batch, 0), len(self._micro_batches) - 1)
+        samples, is_narrowed = _find_bad_samples(value, get_host_batch(self._micro_batches[micro_batch]))
         self.found = NonFiniteValue(
             phase=phase,
-            micro_batch=number,
+            micro_batch=micro_batch,
             order=self._order,
-            turn=self._rank if turn is None else turn,
+            rank_order=self._rank if rank_order is None else rank_order,
             rank=self._rank,
-            where=where,
+            description=description,
             remark=remark,
             samples=samples,
             is_narrowed=is_narrowed,
         )
 
 
-def _find_samples(value: Any, batch: Batch) -> tuple[tuple[str, ...], bool]:
+def _find_bad_samples(value: Any, batch: Batch) -> tuple[tuple[str, ...], bool]:
     """Return the names of the samples whose rows are not finite, and True.
 
-    If the rows of `value` are no samples, return all samples of the batch, and False.
+    If the rows of `value` are not the samples, return the names of all samples of the batch, and False.
     """
     origin: BatchOrigin | None = getattr(batch, "origin", None)
     if origin is None:
         return (), False
     indices = list(origin.indices)
     is_narrowed = False
-    first = next(filter(_is_not_finite, iter_tensors(value)), None)
-    if first is not None and first.dim() > 0 and len(first) == len(indices):
-        rows = ~first.detach().isfinite().reshape(len(first), -1).all(dim=1)
-        indices = [index for index, is_bad in zip(indices, rows.tolist(), strict=True) if is_bad]
+    bad_tensor = next(filter(_is_not_finite, iter_tensors(value)), None)
+    if bad_tensor is not None and bad_tensor.dim() > 0 and len(bad_tensor) == len(indices):
+        is_bad_row = ~bad_tensor.detach().isfinite().reshape(len(bad_tensor), -1).all(dim=1)
+        indices = [index for index, is_bad in zip(indices, is_bad_row.tolist(), strict=True) if is_bad]
         is_narrowed = True
-    return tuple(sample_name(index, origin) for index in indices), is_narrowed
+    return tuple(format_sample_name(index, origin) for index in indices), is_narrowed
 
 
-def sample_name(index: int, origin: BatchOrigin) -> str:
-    """Return a sample's name: its source, if known, and its index there."""
-    source, own = locate_sample(index, origin.sources)
-    return f"{source} {own}" if source else str(own)
+def format_sample_name(index: int, origin: BatchOrigin) -> str:
+    """Return a sample's name: its source, if known, and its index in the source."""
+    source, index_in_source = locate_sample(index, origin.sources)
+    return f"{source} {index_in_source}" if source else str(index_in_source)
 
 
-class _ReadBatch(LoadedBatch):
-    """Records which entries of a batch are read."""
+class _RecordingBatch(LoadedBatch):
+    """Records in `keys_read` which entries of a batch are read."""
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
@@ -253,24 +270,24 @@ class _ReadBatch(LoadedBatch):
 class _CheckedObjective:
     """Wraps an objective and checks its batches and losses. All other attributes are the objective's."""
 
-    def __init__(self, objective: Objective, first: FirstNonFinite):
+    def __init__(self, objective: Objective, detector: NonFiniteDetector):
         self._objective = objective
-        self._first = first
+        self._detector = detector
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._objective, name)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        self._first.check_inputs(batch, self._objective.inputs(model, batch))
-        read = _ReadBatch(batch)
-        loss = self._objective(model, read)
-        self._first.check_loss(loss, batch, read.keys_read)
+        self._detector.check_inputs(batch, self._objective.inputs(model, batch))
+        recorded = _RecordingBatch(batch)
+        loss = self._objective(model, recorded)
+        self._detector.check_loss(loss, batch, recorded.keys_read)
         return loss
 
     def prepare_step(self, batch: GlobalBatch) -> None:
-        """See Objective.prepare_step. Its forwards do not count as micro-batches of the step."""
+        """See Objective.prepare_step. Forwards in it do not count as micro-batches of the step."""
         self._objective.prepare_step(batch)
-        self._first.restart()
+        self._detector.restart()
 
 
 def _get_whole_names(module: nn.Module) -> dict[nn.Module, str]:
@@ -285,6 +302,7 @@ def _get_whole_names(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def _is_finite(value: Any) -> bool:
+    """Return whether all floating-point tensors in a nested value are finite."""
     return not any(map(_is_not_finite, iter_tensors(value)))
 
 
@@ -299,18 +317,19 @@ def _has_nan_or_inf(value: Any) -> bool:
     )
 
 
-REFUSED = StepLimits(-math.inf, -math.inf)  # refuses every step
+REFUSE_ALL = StepLimits(-math.inf, -math.inf)
+"""Limits that refuse every step."""
 
 
 class NonFiniteCauseSearch:
-    """Finds the first non-finite value of a step by repeating it. The run's state does not change.
+    """Finds the first non-finite value of a step by repeating the step. The run's state does not change.
 
     Args:
         engine: Engine that made the step.
         objective: Objective of the step.
         job: Ranks and process group of the run.
         plan: Division of the run's batches.
-        seed: Seeds the random numbers as for the step.
+        seed: Sets the random number generators to their state before the step.
     """
 
     def __init__(
@@ -323,33 +342,41 @@ class NonFiniteCauseSearch:
         self._seed = seed
 
     def find(self, micro_batches: Sequence[Batch]) -> NonFiniteValue | None:
-        """Return the first infinite or NaN value over all ranks, `None` if all are finite. Collective."""
-        found = [each for each in self._repeat(micro_batches) if each is not None]
-        if not found:
+        """Return the first infinite or NaN value over all ranks, or `None` if all are finite. Collective.
+
+        Args:
+            micro_batches: This rank's micro-batches of the step.
+        """
+        values = [value for value in self._repeat_step(micro_batches) if value is not None]
+        if not values:
             return None
-        cause: NonFiniteValue = min(found)
+        cause: NonFiniteValue = min(values)
         if cause.phase == INPUT or cause.is_narrowed:
             return cause
-        samples = self._search_sample(micro_batches[cause.micro_batch], cause.rank)
+        samples = self._search_one_sample(micro_batches[cause.micro_batch], cause.rank)
         return cause._replace(samples=samples) if samples else cause
 
-    def _repeat(self, micro_batches: Sequence[Batch]) -> list[NonFiniteValue | None]:
-        """Return the first non-finite value of each rank in a step of these micro-batches."""
-        first = FirstNonFinite(self._engine.module, micro_batches, self._job.ranks.rank)
+    def _repeat_step(self, micro_batches: Sequence[Batch]) -> list[NonFiniteValue | None]:
+        """Make a refused step of these micro-batches, and return each rank's first non-finite value."""
+        detector = NonFiniteDetector(self._engine.module, micro_batches, self._job.ranks.rank)
+        objective = detector.wrap_objective(self._objective)
         self._seed()
-        with first.install_hooks():
-            self._engine.train_step(micro_batches, first.wrap_objective(self._objective), 0.0, 0, REFUSED)
-        return self._job.gather_object(first.found)
+        with detector.install_hooks():
+            self._engine.train_step(micro_batches, objective, learning_rate=0.0, flags=0, limits=REFUSE_ALL)
+        return self._job.gather_object(detector.found)
 
-    def _search_sample(self, batch: Batch, rank: int) -> tuple[str, ...]:
-        """Return the sample that causes the value alone, found by bisection; empty if none does.
+    def _search_one_sample(self, batch: Batch, rank: int) -> tuple[str, ...]:
+        """Return the name of the one sample that causes a non-finite value, found by bisection.
 
-        Each half of the samples is tried in the rows of the whole micro-batch. So no shape changes, and
-        batch normalisation never gets a batch of one sample.
+        A half of the samples is repeated until it fills the rows of the whole micro-batch. So no shape
+        changes, and batch normalisation never gets a batch of one sample. Collective.
 
         Args:
             batch: This rank's micro-batch.
-            rank: Rank whose micro-batch has the sample.
+            rank: Rank whose micro-batch is searched.
+
+        Returns:
+            One name; empty if the rows are not samples, or no sample alone causes the value.
         """
         origin = _get_origin_of_rows(batch)
         rows = list(range(len(origin.indices))) if origin is not None else []
@@ -357,22 +384,23 @@ class NonFiniteCauseSearch:
         if sizes[rank] < 2:
             return ()
 
-        def is_among(chosen: Sequence[int]) -> bool:
-            """Return whether a micro-batch of these rows is not finite; equal on ranks that share it."""
-            found = self._repeat([_repeat_rows(batch, chosen) if rows else batch])
+        def is_non_finite(chosen: Sequence[int]) -> bool:
+            """Return whether a step of these rows is not finite on any rank with the same samples."""
+            values = self._repeat_step([_repeat_rows(batch, chosen) if rows else batch])
             return any(
-                each is not None and dp_rank == self._engine.dp_rank
-                for each, dp_rank in zip(found, dp_ranks, strict=True)
+                value is not None and dp_rank == self._engine.dp_rank
+                for value, dp_rank in zip(values, dp_ranks, strict=True)
             )
 
         self._engine.set_batch_division(self._plan.micro_batch_size, 1)
         for _ in range((max(sizes) - 1).bit_length()):
             half = rows[: (len(rows) + 1) // 2]
-            rows = half if is_among(half) else rows[len(half) :] or half
-        name = sample_name(origin.indices[rows[0]], origin) if is_among(rows) and origin else None
+            rows = half if is_non_finite(half) else rows[len(half) :] or half
+        is_cause = is_non_finite(rows)
+        name = format_sample_name(origin.indices[rows[0]], origin) if is_cause and origin else None
         self._engine.set_batch_division(self._plan.micro_batch_size, self._plan.gradient_accumulation_steps)
-        named = self._job.gather_object(name)[rank]
-        return (named,) if named is not None else ()
+        name_on_rank = self._job.gather_object(name)[rank]
+        return (name_on_rank,) if name_on_rank is not None else ()
 
 
 def _get_origin_of_rows(batch: Batch) -> BatchOrigin | None:
@@ -383,23 +411,28 @@ def _get_origin_of_rows(batch: Batch) -> BatchOrigin | None:
 
 
 def _repeat_rows(batch: Batch, rows: Sequence[int]) -> LoadedBatch:
-    """Return a batch of the same size that repeats the given rows."""
+    """Return a batch of the same size that consists of these rows, repeated in turn.
+
+    Args:
+        batch: Batch with an origin, whose rows are its samples.
+        rows: Indices of rows of the batch.
+    """
     origin: BatchOrigin = batch.origin  # type: ignore[attr-defined] # see _get_origin_of_rows
-    number = len(origin.indices)
-    repeated = [rows[place % len(rows)] for place in range(number)]
+    num_rows = len(origin.indices)
+    source_rows = [rows[row % len(rows)] for row in range(num_rows)]
 
     def repeat(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value[repeated] if value.dim() > 0 else value
+            return value[source_rows] if value.dim() > 0 else value
         if isinstance(value, Mapping):
             return {key: repeat(each) for key, each in value.items()}
         if isinstance(value, (tuple, list)):
-            is_listed = len(value) == number and not any(True for _ in iter_tensors(value))  # such as strings
-            return (
-                type(value)(value[row] for row in repeated) if is_listed else type(value)(map(repeat, value))
-            )
+            has_tensors = any(True for _ in iter_tensors(value))
+            if len(value) == num_rows and not has_tensors:  # one object per row, such as a string
+                return type(value)(value[row] for row in source_rows)
+            return type(value)(map(repeat, value))
         return value
 
     filled = LoadedBatch({key: repeat(value) for key, value in batch.items()}).copy_metadata_from(batch)
-    filled.origin = origin._replace(indices=[origin.indices[row] for row in repeated])
+    filled.origin = origin._replace(indices=[origin.indices[row] for row in source_rows])
     return filled
