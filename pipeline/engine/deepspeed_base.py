@@ -260,9 +260,10 @@ class DeepSpeedBase(ABC):
             split: Split of the run.
             job: Ranks and process group of the run.
         """
-        self._cleanup = ExitStack()
+        self.cleanup = ExitStack()
+        """Callbacks that `close` runs, the last one first; others may add to them."""
         self._process_groups = EngineProcessGroups()
-        self._cleanup.callback(self._process_groups.destroy)
+        self.cleanup.callback(self._process_groups.destroy)
         self.device = job.device
         self.phases = Phases(time.perf_counter, job.device)
         self.precision = split.precision
@@ -292,8 +293,8 @@ class DeepSpeedBase(ABC):
                 mpu=mpu,
                 dist_init_required=False,
             )
-        self._cleanup.callback(drop_model_references, self._engine)
-        self._cleanup.callback(self._engine.destroy)
+        self.cleanup.callback(drop_model_references, self._engine)
+        self.cleanup.callback(self._engine.destroy)
         continue_at_min_loss_scale(self._zero_optimizer)
         self._step_optimizers = [self._optimizer]
         # With an offload `ratio` below 1, stage 3 has a second optimizer for the part of the model that it
@@ -385,8 +386,8 @@ class DeepSpeedBase(ABC):
 
     def close(self) -> None:
         """See Engine.close."""
-        self._cleanup.close()
-        self.__dict__ = {"_cleanup": self._cleanup}
+        self.cleanup.close()
+        self.__dict__ = {"cleanup": self.cleanup}
 
     @abstractmethod
     def _build_state(self) -> RankState:

@@ -146,7 +146,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         self._sequence: SequenceParallel | None = None
         if split.sequence_parallel > 1:
             self._sequence = SequenceParallel(model, split.sequence_parallel, self.device)
-            self._cleanup.callback(self._sequence.close)
+            self.cleanup.callback(self._sequence.close)
         fit_bucket(config, self.num_parameters)
         if split.zero_stage == 3:
             gather_by_block(model, config)

@@ -1,7 +1,4 @@
-"""Memory of an engine's tensors by kind, and the settings of glibc's allocator.
-
-Counting an engine's memory allocates no tensor.
-"""
+"""Bytes of an engine's tensors by category, and settings of glibc's allocator."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _MAX_NESTING = 6  # depth of lists and dicts with tensors in torch's and DeepSpe
 
 
 class _EngineInternals(Protocol):
-    """Attributes of every engine that its public interface does not have."""
+    """Attributes that every engine has beyond the Engine interface."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -31,26 +28,26 @@ class _EngineInternals(Protocol):
     def _build_state(self) -> RankState: ...
 
 
-def count_tensor_bytes(engine: Engine, kind: str) -> dict[str, int]:
-    """Return the bytes of an engine's tensors by category.
+def count_tensor_bytes(engine: Engine, device_type: str) -> dict[str, int]:
+    """Return the bytes of an engine's tensors on this rank, by category.
 
     Each storage counts once, in the first category that refers to it: parameters, gradients, optimizer,
-    engine's buffers.
+    engine's buffers. Counting allocates no tensor.
 
     Args:
         engine: Engine whose tensors are counted.
-        kind: Device type whose memory is counted, `cuda` or `cpu`.
+        device_type: Type of the devices whose memory is counted, `cuda` or `cpu`.
     """
-    counted: set[int] = set()
+    counted: set[int] = set()  # addresses of storages
 
     def count(value: Any) -> int:
-        return sum(_count_bytes(each, kind, counted) for each in _find_tensors(value, _MAX_NESTING))
+        return sum(_count_bytes(each, device_type, counted) for each in _find_tensors(value, _MAX_NESTING))
 
     internals = cast(_EngineInternals, engine)
     state = internals._build_state()
     parameters = list(internals.module.parameters())
     zero3_shards = [getattr(p, "ds_tensor", None) for p in parameters]
-    # Buffers that DeepSpeed's optimizer keeps in attributes of its own.
+    # Attributes of DeepSpeed's optimizer, among them its buffers.
     zero_attributes = getattr(getattr(engine, "_zero_optimizer", None), "__dict__", {})
     optimizers = {
         id(value): value
@@ -66,9 +63,12 @@ def count_tensor_bytes(engine: Engine, kind: str) -> dict[str, int]:
     }
 
 
-def _count_bytes(tensor: Tensor, kind: str, counted: set[int]) -> int:
-    """Return the bytes of the tensor's storage, 0 if it was counted or lies on another device type."""
-    if tensor.device.type != kind or tensor.layout != torch.strided:
+def _count_bytes(tensor: Tensor, device_type: str, counted: set[int]) -> int:
+    """Return the bytes of the tensor's storage, or 0 if it is in `counted` or on another type of device.
+
+    Adds the storage to `counted`.
+    """
+    if tensor.device.type != device_type or tensor.layout != torch.strided:
         return 0
     storage = tensor.untyped_storage()
     if storage.data_ptr() in counted:
@@ -89,23 +89,26 @@ def _find_tensors(value: Any, depth: int) -> Iterator[Tensor]:
             yield from _find_tensors(each, depth - 1)
 
 
-# Parameters of mallopt, as malloc.h numbers them.
+# Numbers of mallopt's parameters in malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 
 @contextmanager
 def unmap_freed_tensors() -> Iterator[None]:
-    """Return freed tensors of 1 MiB or more to the system at once, as a context manager or decorator.
+    """Have glibc return freed tensors of 1 MiB or more to the system immediately.
 
-    glibc maps large blocks one by one. Its size limit for that grows with each freed block, up to 32 MiB.
-    Smaller tensors then come from the heap, which hardly returns any memory: a ZeRO-3 model, whose weights
-    are drawn whole and cut one by one, left twice its size there. Afterwards the limits are set to the
-    values at which glibc's own growth ends, since steps are slower if each tensor is mapped. A `malloc_trim`
-    after the first step instead saves nothing.
+    Use it as a context manager or a decorator. glibc maps each large block by itself, and unmaps it when it
+    is freed. But glibc raises the size limit for that with each freed block, up to 32 MiB. Smaller tensors
+    then come from the heap, which hardly returns any memory. For a ZeRO-3 model, whose weights are drawn
+    whole and cut one by one, that left twice the model's size in the heap.
 
-    Does nothing without glibc on Linux, or if the environment tunes malloc. Another allocator that is
-    preloaded is not affected.
+    When the context ends, the limits are set to the values at which glibc's growth ends, since steps are
+    slower if each tensor is mapped. A `malloc_trim` after the first step instead of this context saves
+    nothing.
+
+    Does nothing without glibc on Linux, or if the environment tunes malloc. A preloaded allocator other than
+    glibc's is not affected.
     """
     mallopt = None if is_malloc_tuned(os.environ) else _find_libc_function("mallopt")
     trim = _find_libc_function("malloc_trim")
@@ -122,24 +125,24 @@ def unmap_freed_tensors() -> Iterator[None]:
 
 
 def trim_heap() -> None:
-    """Return the freed memory of glibc's heap to the system. Does nothing without glibc."""
+    """Have glibc return freed memory of its heap to the system. Does nothing without glibc."""
     trim = _find_libc_function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def is_malloc_tuned(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment tunes glibc's malloc.
+    """Return whether these environment variables tune glibc's malloc.
 
-    It does so by variables MALLOC_* or by glibc.malloc.* in GLIBC_TUNABLES.
+    They are MALLOC_*, and glibc.malloc.* in GLIBC_TUNABLES.
     """
-    is_set = any(name.startswith("MALLOC_") for name in environment)
-    return is_set or "glibc.malloc." in environment.get("GLIBC_TUNABLES", "")
+    has_variable = any(name.startswith("MALLOC_") for name in environment)
+    return has_variable or "glibc.malloc." in environment.get("GLIBC_TUNABLES", "")
 
 
 def _find_libc_function(name: str) -> Callable[..., int] | None:
-    """Return a function of this process's C library, or `None` if it has none of that name (musl)."""
+    """Return a function of this process's C library, or `None` if the library does not have it (musl)."""
     if not sys.platform.startswith("linux"):
         return None
-    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
-    return found
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return function

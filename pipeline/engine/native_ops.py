@@ -1,8 +1,8 @@
 """Compilation of DeepSpeed's native ops before the model is made, and the folder that ZeRO-3 swaps to.
 
-DeepSpeed and torch compile. This module handles ops that cannot be compiled, and locks left by a killed
-build. torch checks once whether its lock file exists, waits for it without a limit or a message, and then
-assumes that the op is built.
+DeepSpeed and torch compile the ops. This module handles ops that cannot be compiled, and locks that a killed
+build left. If its lock file exists, torch itself would wait until the file is gone, without a limit or a
+message, and then assume that the op is built.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ from pipeline.files import format_bytes
 
 log = logging.getLogger(__name__)
 
-_LOG_AFTER = 3.0  # seconds; loading an op that is already built takes less than one
-_DEAD_AFTER = 600.0  # seconds without a change; the build may be another machine's or user's
+_LOG_AFTER_SECONDS = 3.0  # loading an op that is already built takes less than 1 s
+# A build folder without a change for so long counts as abandoned. Another machine or user may build there.
+_ABANDONED_AFTER_SECONDS = 600.0
 
 
 def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
     """Build and load the native ops that the configuration needs. Collective.
 
     Returns:
-        The configuration to continue with. If a rank cannot build CPU Adam, it selects torch's AdamW.
+        The configuration, or a changed copy that selects torch's AdamW if a rank cannot build CPU Adam.
 
     Raises:
-        ConfigError: an op cannot be built that a feature requires: NVMe offload, quantised ZeRO++, or
+        ConfigError: a rank cannot build an op that a feature requires: NVMe offload, quantised ZeRO++, or
             offloaded master weights in half precision.
     """
     for op in needed_ops(config):
-        failure = _build(op)
+        failure = _build_op(op)
         num_failures = job.all_reduce_sum(torch.tensor(float(failure is not None), device=job.device))
         if not num_failures:
             continue
@@ -74,7 +75,8 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
         if has_16bit_master_weights(config):
             raise ConfigError(
                 f"{op.label} cannot be built ({reason}), and only it can step master weights in half "
-                "precision in host memory; install a C++ compiler, or remove *_master_weights_and_grads"
+                "precision in host memory; install a C++ compiler, or remove "
+                "bf16_master_weights_and_grads or fp16_master_weights_and_grads"
             )
         log.warning(
             "%s cannot be built here (%s); using torch's fused AdamW, which is slower", op.label, reason
@@ -83,42 +85,41 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
     return config
 
 
-def _build(op: NativeOp) -> str | None:
+def _build_op(op: NativeOp) -> str | None:
     """Compile the op if necessary, and load it. Return the reason of a failure, or `None`.
 
-    The ranks of a machine take its lock in turn: the first one compiles, the others find the op built. They
-    wait for a lock and not in a collective, which would time out.
+    The ranks of a machine acquire a file lock one after the other: the first rank compiles the op, the others
+    load it. They wait for the lock and not in a collective, which would time out.
     """
     started = time.monotonic()
-    line = f"building {op.label}: {op.duration}, once per machine"
-    message_timer = threading.Timer(_LOG_AFTER, log.info, (line,))
+    message = f"building {op.label}: {op.duration}, once per machine"
+    message_timer = threading.Timer(_LOG_AFTER_SECONDS, log.info, (message,))
     message_timer.daemon = True
     message_timer.start()
     try:
         folders = [Path(cpp_extension._get_build_directory(name, verbose=False)) for name in op.folders]
-        # The system releases this lock when its process ends. The marker file remains if a build is killed.
+        # The system releases a FileLock when its process ends. The marker file remains if a build is killed.
         marker = folders[-1].with_suffix(".pipeline-state")
         with FileLock(folders[-1].with_suffix(".pipeline-lock")), ExitStack() as stack:
             was_killed = marker.exists()
             marker.touch()
             stack.callback(marker.unlink)
             for folder in folders:
-                _wait_for_torch(op, folder, was_killed)
+                _wait_for_other_build(op, folder, was_killed)
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 warnings.catch_warnings(),
-                _quoted_library_path(),
+                _quote_library_path(),
             ):
                 warnings.simplefilter("ignore")
                 builder = getattr(deepspeed.ops.op_builder, op.builder)()
-                if not builder.is_compatible(
-                    verbose=False
-                ):  # otherwise DeepSpeed notices only after compiling
+                # Without this check, DeepSpeed notices the missing library only after compiling.
+                if not builder.is_compatible(verbose=False):
                     return "a library that it links with is missing"
                 if op.needs_nvcc and not installed_ops.get(builder.name):
-                    fault = _find_cuda_fault()
-                    if fault:
-                        return fault
+                    reason = _find_cuda_fault()
+                    if reason is not None:
+                        return reason
                 builder.load(verbose=False)
     except Exception as error:  # DeepSpeed, torch, ninja and the linker raise various types
         cause = error.__cause__ or error
@@ -126,7 +127,7 @@ def _build(op: NativeOp) -> str | None:
     finally:
         message_timer.cancel()
     seconds = time.monotonic() - started
-    if seconds > _LOG_AFTER:
+    if seconds > _LOG_AFTER_SECONDS:
         log.info("built in %.0f s", seconds)
     return None
 
@@ -134,7 +135,7 @@ def _build(op: NativeOp) -> str | None:
 def _find_cuda_fault() -> str | None:
     """Return why CUDA sources cannot be compiled for this torch, or `None` if they can.
 
-    An nvcc of another major version compiles, but links with a CUDA runtime that torch has not loaded.
+    An nvcc of another major version compiles, but its output needs a CUDA runtime that torch has not loaded.
     """
     if torch.version.cuda is None:
         return None if torch.version.hip else "this torch is built without CUDA"
@@ -147,43 +148,48 @@ def _find_cuda_fault() -> str | None:
     return None
 
 
-def _wait_for_torch(op: NativeOp, folder: Path, was_killed: bool) -> None:
+def _wait_for_other_build(op: NativeOp, folder: Path, was_killed: bool) -> None:
     """Wait for another program's build in this folder, and remove the lock of a killed build.
 
     torch itself would wait for such a lock forever, without a message. A build counts as killed if no process
-    works in its folder and either this project's marker is there or nothing changed for 10 minutes.
+    on this machine works in its folder, and either `was_killed` is true or nothing has changed there for
+    _ABANDONED_AFTER_SECONDS.
 
     Args:
         op: Op to build, for messages.
         folder: torch's build folder of the op.
-        was_killed: Whether a killed run of this project may have left the lock.
+        was_killed: Whether a killed run of this trainer may have left the lock.
     """
     lock = folder / "lock"
-    log_at = time.monotonic() + _LOG_AFTER
+    log_at = time.monotonic() + _LOG_AFTER_SECONDS
     while lock.exists():
         worker = _find_process_in(folder)
-        with contextlib.suppress(FileNotFoundError):  # the lock was released, or a temporary file removed
-            unchanged = time.time() - max(path.stat().st_mtime for path in (lock, folder, *folder.iterdir()))
-            if worker is None and (was_killed or unchanged > _DEAD_AFTER):
+        # A file is not found if the lock is released or a temporary file removed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            last_change = max(path.stat().st_mtime for path in (lock, folder, *folder.iterdir()))
+            seconds_unchanged = time.time() - last_change
+            is_abandoned = was_killed or seconds_unchanged > _ABANDONED_AFTER_SECONDS
+            if worker is None and is_abandoned:
                 lock.unlink()
                 log.warning("an earlier build of %s was killed and left %s; removed it", op.label, lock)
                 return
             if time.monotonic() > log_at:
                 detail = f"{worker} builds it; if it hangs, end it and remove {lock}"
                 if worker is None:
+                    seconds_left = _ABANDONED_AFTER_SECONDS - seconds_unchanged
                     detail = (
-                        f"{lock} exists, but no process on this machine builds it; it will be removed in "
-                        f"{_DEAD_AFTER - unchanged:.0f} s; if no other machine builds it, remove it now"
+                        f"{lock} exists, but no process on this machine builds the op; the file will be "
+                        f"removed in {seconds_left:.0f} s; if no other machine builds the op, remove it now"
                     )
                 log.info("waiting for %s: %s", op.label, detail)
-                log_at = math.inf
+                log_at = math.inf  # once
         time.sleep(0.5)
 
 
 def _find_process_in(folder: Path) -> str | None:
     """Return a description of a process that works in a folder, or `None`.
 
-    ninja and its compilers work in the build folder, and outlive the process that started them.
+    ninja and its compilers work in the build folder, and may outlive the process that started them.
     """
     path = str(folder.resolve())
     for process in psutil.process_iter(["cwd", "name"]):
@@ -193,26 +199,26 @@ def _find_process_in(folder: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _quoted_library_path() -> Iterator[None]:
-    """Quote the library path, which torch leaves unquoted in its linker command."""
-    before = cpp_extension.TORCH_LIB_PATH
-    cpp_extension.TORCH_LIB_PATH = shlex.quote(before)
+def _quote_library_path() -> Iterator[None]:
+    """Quote torch's library path inside the context, since torch puts it into a shell command as it is."""
+    path = cpp_extension.TORCH_LIB_PATH
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(path)
     try:
         yield
     finally:
-        cpp_extension.TORCH_LIB_PATH = before
+        cpp_extension.TORCH_LIB_PATH = path
 
 
-_SECTIONS = ("offload_optimizer", "offload_param")
-_NAME = "pipeline-swap-"
-_OPTIMIZER_BYTES = 16  # per parameter, fp32: weight, two Adam states and, until the step, the gradient
+_OFFLOAD_SECTIONS = ("offload_optimizer", "offload_param")
+_FOLDER_PREFIX = "pipeline-swap-"
+_OPTIMIZER_BYTES_PER_PARAMETER = 16  # fp32: weight, two Adam states, and the gradient until the step
 
 
 class SwapFolder:
-    """Makes this rank's folder below each `nvme_path`. `close` removes the folders.
+    """Makes a folder for this rank below each `nvme_path`. `close` removes the folders.
 
-    They are also removed if the process is killed: a small shell waits for the end of a pipe that only this
-    process has open, and then removes them. The next run removes folders left by a crash of the machine.
+    They are also removed if the process is killed. For that a shell process waits for the end of a pipe that
+    only this process has open. The next run removes folders that a crash of the machine left.
     """
 
     def __init__(self, config: dict[str, Any], job: Job):
@@ -226,47 +232,54 @@ class SwapFolder:
             ConfigError: an `nvme_path` is missing, or cannot be created or written to.
         """
         self.config = copy.deepcopy(config)
-        """Configuration to continue with, whose `nvme_path`s are the folders."""
+        """Copy of the configuration for DeepSpeed, whose `nvme_path`s are this rank's folders."""
         self._job = job
         self._closing = ExitStack()
         self._folders: dict[Path, Path] = {}
         with self._closing:
-            for section in _SECTIONS:
-                part = self.config["zero_optimization"].get(section, {})
-                if part.get("device") == "nvme":
-                    self._set_folder(part, section)
+            for section in _OFFLOAD_SECTIONS:
+                options = self.config["zero_optimization"].get(section, {})
+                if options.get("device") == "nvme":
+                    self._set_folder(options, section)
             self._closing = self._closing.pop_all()
 
-    def _set_folder(self, part: dict[str, Any], section: str) -> None:
-        where = f"zero_optimization.{section}.nvme_path"
-        if not part.get("nvme_path"):
-            raise ConfigError(f"{where} is missing; device nvme needs a folder on a fast disk: set it")
-        path = Path(part["nvme_path"]).absolute()
+    def _set_folder(self, options: dict[str, Any], section: str) -> None:
+        """Make this rank's folder, and set it as the section's `nvme_path`.
+
+        Args:
+            options: Section offload_optimizer or offload_param. It is changed.
+            section: Name of the section.
+        """
+        key = f"zero_optimization.{section}.nvme_path"
+        if not options.get("nvme_path"):
+            raise ConfigError(f"{key} is missing; device nvme needs a folder on a fast disk: set it")
+        path = Path(options["nvme_path"]).absolute()
         if path not in self._folders:
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                _remove_abandoned(path)
+                _remove_abandoned_folders(path)
                 self._folders[path] = self._make_folder(path)
             except OSError as error:
                 raise ConfigError(
-                    f"{where}: {path}: {error.strerror}; set a folder that can be written to"
+                    f"{key}: {path}: {error.strerror}; set a folder that can be written to"
                 ) from None
-        part["nvme_path"] = str(self._folders[path])
+        options["nvme_path"] = str(self._folders[path])
 
     def _make_folder(self, path: Path) -> Path:
-        folder = path / f"{_NAME}{secrets.token_hex(6)}"
-        lock = FileLock(_lock_of(folder))
+        """Make a folder with a random name in `path`, its lock, and the process that removes both."""
+        folder = path / f"{_FOLDER_PREFIX}{secrets.token_hex(6)}"
+        lock = FileLock(_get_lock_path(folder))
         lock.acquire()  # before the folder exists, so that no other run sees it without its lock
         self._closing.callback(lock.release)
         folder.mkdir()
         script = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$0" "$1"'
-        command = ["/bin/sh", "-c", script, str(folder), str(_lock_of(folder))]
+        command = ["/bin/sh", "-c", script, str(folder), str(_get_lock_path(folder))]
         remover = subprocess.Popen(command, stdin=subprocess.PIPE)
         self._closing.callback(remover.communicate)  # closes the pipe and waits for the shell
         return folder
 
     def check_space(self, num_parameters: int) -> None:
-        """Check and log the free disk space, before DeepSpeed's engine is made.
+        """Compare the free disk space with the need, and log both. Call it before making DeepSpeed's engine.
 
         Args:
             num_parameters: Number of parameters of the whole model.
@@ -276,18 +289,21 @@ class SwapFolder:
         """
         ranks = self._job.ranks
         zero = self.config["zero_optimization"]
-        share = num_parameters * ranks.local_world_size / ranks.world_size
-        half = any(self.config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-        per_parameter = {"offload_optimizer": _OPTIMIZER_BYTES, "offload_param": 2 if half else 4}
+        machine_parameters = num_parameters * ranks.local_world_size / ranks.world_size
+        is_half = any(self.config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+        bytes_per_parameter = {
+            "offload_optimizer": _OPTIMIZER_BYTES_PER_PARAMETER,
+            "offload_param": 2 if is_half else 4,
+        }
         for path, folder in self._folders.items():
-            inside = [s for s in _SECTIONS if zero.get(s, {}).get("nvme_path") == str(folder)]
-            needed = share * sum(per_parameter[section] for section in inside)
-            # Parameters that were swapped while the model was made already take a part of the needed space.
-            free = shutil.disk_usage(path).free + _size(folder) * ranks.local_world_size
+            sections = [s for s in _OFFLOAD_SECTIONS if zero.get(s, {}).get("nvme_path") == str(folder)]
+            needed = machine_parameters * sum(bytes_per_parameter[section] for section in sections)
+            # Parameters that were swapped while the model was made already occupy a part of the needed space.
+            free = shutil.disk_usage(path).free + _measure_size(folder) * ranks.local_world_size
             if free < needed:
                 raise ConfigError(
-                    f"zero_optimization.{inside[0]}.nvme_path: {path} has {format_bytes(free)} free and the "
-                    f"run needs {format_bytes(needed)}; use another disk, more machines, or device cpu"
+                    f"zero_optimization.{sections[0]}.nvme_path: {path} has {format_bytes(free)} free and "
+                    f"the run needs {format_bytes(needed)}; use another disk, more machines, or device cpu"
                 )
             if ranks.local_rank == 0:
                 log.info("nvme_path %s: %s free, %s needed", path, format_bytes(free), format_bytes(needed))
@@ -297,24 +313,26 @@ class SwapFolder:
         self._closing.close()
 
 
-def _lock_of(folder: Path) -> Path:
+def _get_lock_path(folder: Path) -> Path:
+    """Return the lock file beside a swap folder."""
     return folder.with_name(f"{folder.name}.lock")
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove the folders of ended processes, whose locks the system has released."""
-    for folder in path.glob(f"{_NAME}*"):
+def _remove_abandoned_folders(path: Path) -> None:
+    """Remove swap folders in `path` whose processes have ended, so that their locks are free."""
+    for folder in path.glob(f"{_FOLDER_PREFIX}*"):
         if folder.is_dir():
-            lock = FileLock(_lock_of(folder))
+            lock = FileLock(_get_lock_path(folder))
             try:
                 lock.acquire(timeout=0)
             except Timeout:
                 continue
             shutil.rmtree(folder, ignore_errors=True)
-            _lock_of(folder).unlink(missing_ok=True)
+            _get_lock_path(folder).unlink(missing_ok=True)
             lock.release()
             log.info("removed %s, which a killed run left", folder)
 
 
-def _size(folder: Path) -> int:
+def _measure_size(folder: Path) -> int:
+    """Return the bytes of all files in a folder and its subfolders."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,8 +1,9 @@
 """Sequence parallelism by Ulysses: the ranks of a sequence group have equal parts of the same sequences.
 
-Outside attention each rank computes its own positions. Inside, DeepSpeed's UlyssesSPAttentionHF exchanges
-tensors so that each rank computes all positions of its own heads. Shapes: B batch, T whole sequence, P this
-rank's part of it.
+Outside of attention each rank computes the positions of its part. Inside attention, DeepSpeed's
+UlyssesSPAttentionHF exchanges tensors so that each rank computes all positions of a part of the heads.
+
+Dimensions of shapes: B batch, T whole sequence, P this rank's part of the sequence.
 """
 
 from __future__ import annotations
@@ -25,45 +26,53 @@ from pipeline.models.attention import (
     get_attention_function,
     register_attention,
 )
-from pipeline.models.document_attention import ATTENTION_NAME as OWN
+from pipeline.models.document_attention import ATTENTION_NAME as DOCUMENT_ATTENTION
 from pipeline.models.document_attention import BOUNDS_KEY, DocumentAttention, build_bounds_arguments
 from pipeline.objectives import UNDIVIDED_SEQUENCE, Batch, SequenceGroup, set_sequence_group
 
-NAME = "ulysses"
+ULYSSES_ATTENTION = "ulysses"
+"""Name of the attention over a sequence group in transformers' table."""
 
 
 class SequenceParallel:
     """Replaces a model's attention by one over a sequence group, and cuts batches into parts.
 
-    The attention has a name of its own in transformers' table, so other models in the process keep theirs.
+    The attention has its own name in transformers' table, so other models in the process keep their
+    attention.
+
+    Args:
+        model: This rank's copy of a transformers model, changed in place.
+        degree: Number of ranks in a sequence group.
+        device: Device of this rank.
     """
 
     def __init__(self, model: Any, degree: int, device: torch.device):
-        """Make the model attend over this rank's sequence group, which build_parallel_state made.
+        """Make the model attend over this rank's sequence group. Call build_parallel_state first.
 
         Raises:
-            ModelError: the model's attention cannot be replaced, or its heads cannot be divided evenly.
+            ModelError: the model's attention cannot be replaced, its heads cannot be divided evenly, or it
+                mixes positions by other means than attention.
         """
         self._model: Any = model
         self._degree = degree
         self._device = device
         self._rank = sequence_groups.get_sequence_parallel_rank()
         self._group = sequence_groups.get_sequence_parallel_group()
-        self._shared: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}
+        self._ulysses_attentions: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}
         if not hasattr(self._model, "set_attn_implementation"):
             raise ModelError(
-                f"sequence_parallel_size: {type(model).__name__} is no transformers model, and only their "
-                "attention can be divided over ranks; use zero_optimization.stage 3"
+                f"sequence_parallel_size: {type(model).__name__} is no transformers model, and only the "
+                "attention of such models can be divided over ranks; use zero_optimization.stage 3"
             )
         config: Any = self._model.config.get_text_config()
-        self._whole = str(config._attn_implementation)
-        self._core = self._choose_attention()
-        self._bounds: Tensor | None = None  # document bounds of the whole sequences of the current batch
+        self._original_attention = str(config._attn_implementation)
+        self._whole_attention = self._choose_attention()
+        self._bounds: Tensor | None = None  # document bounds of the current batch's whole sequences
         self._check_heads(config)
         self.activate()
         set_sequence_group(model, SequenceGroup(degree, self._sum_over_group))
         mixers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if mixers or config._attn_implementation != NAME:
+        if mixers or config._attn_implementation != ULYSSES_ATTENTION:
             raise ModelError(
                 f"sequence_parallel_size: {config.model_type} mixes positions by other means than "
                 f"transformers' attention ({', '.join(sorted(mixers)) or 'its own'}); use "
@@ -71,83 +80,96 @@ class SequenceParallel:
             )
 
     def _choose_attention(self) -> AttentionFunction:
-        """Return the attention over whole sequences, one that needs no (T, T) mask.
+        """Return a function of attention over whole sequences that needs no (T, T) mask.
+
+        It is the model's own flash attention, or else DocumentAttention.
 
         Raises:
-            ModelError: the model's attention cannot be replaced by such a one.
+            ModelError: DocumentAttention cannot replace the model's attention.
         """
-        if "flash" in self._whole:
-            return get_attention_function(self._whole)
-        if self._whole != OWN:
-            why = find_unsupported_feature(self._model)
-            if why:
-                raise ModelError(f"sequence_parallel_size: {why}; use zero_optimization.stage 3")
+        if "flash" in self._original_attention:
+            return get_attention_function(self._original_attention)
+        if self._original_attention != DOCUMENT_ATTENTION:
+            reason = find_unsupported_feature(self._model)
+            if reason:
+                raise ModelError(f"sequence_parallel_size: {reason}; use zero_optimization.stage 3")
         return DocumentAttention()
 
     def _check_heads(self, config: Any) -> None:
+        """Raise a ModelError if the heads cannot be divided evenly over the ranks."""
         heads = config.num_attention_heads
-        groups = getattr(config, "num_key_value_heads", None) or heads
-        if heads % self._degree or (groups % self._degree and self._degree % groups):
+        key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+        # DeepSpeed repeats key-value heads if there are fewer than ranks.
+        key_value_heads_fit = key_value_heads % self._degree == 0 or self._degree % key_value_heads == 0
+        if heads % self._degree or not key_value_heads_fit:
             raise ModelError(
-                f"sequence_parallel_size {self._degree}: {heads} attention heads and {groups} key-value "
-                "heads cannot be divided evenly over the ranks; use a degree that divides both"
+                f"sequence_parallel_size {self._degree}: {heads} attention heads and {key_value_heads} "
+                "key-value heads cannot be divided evenly over the ranks; use a degree that divides both"
             )
 
     def _sum_over_group(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the sequence group in place and return it. Collective."""
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def activate(self) -> None:
-        """Make the model attend over the group from now on."""
-        # The table belongs to the process, and another engine may have registered its own.
-        register_attention(NAME, self._attend)
-        if self._model.config._attn_implementation != NAME:
-            self._model.set_attn_implementation(NAME)
+        """Make the model attend over the group until `release`."""
+        # The table belongs to the process, and another engine may have registered its attention.
+        register_attention(ULYSSES_ATTENTION, self._attend)
+        if self._model.config._attn_implementation != ULYSSES_ATTENTION:
+            self._model.set_attn_implementation(ULYSSES_ATTENTION)
 
     def release(self) -> None:
-        """Restore the model's own attention over whole sequences, as generation needs it."""
-        self._model.set_attn_implementation(self._whole)
+        """Restore the model's original attention over whole sequences, which generation needs."""
+        self._model.set_attn_implementation(self._original_attention)
 
     def close(self) -> None:
         """Release the model, and remove references to it from transformers' table of attentions."""
         self.release()
         set_sequence_group(self._model, UNDIVIDED_SEQUENCE)
-        register_attention(NAME, get_attention_function(self._whole))
+        register_attention(ULYSSES_ATTENTION, get_attention_function(self._original_attention))
 
     def take_part(self, batch: Batch) -> dict[str, Any]:
-        """Return this rank's positions of every (B, T) tensor.
+        """Return the batch with this rank's positions of every (B, T) tensor.
 
-        Adds `position_ids`, and replaces `labels` by `shift_labels`. Until the next call the model attends
-        within the documents of this batch, also when it recomputes activations.
+        Adds `position_ids` and the document bounds, replaces `labels` by `shift_labels`, and leaves out the
+        attention mask. Until the next call the model attends within the documents of this batch, also when it
+        recomputes activations.
 
         Raises:
-            DataError: the degree does not divide T, or the attention mask hides more than the end of a row.
+            DataError: the batch has no `input_ids`, the degree does not divide T, the attention mask hides
+                more than the end of a row, or `position_ids` have another shape than `input_ids`.
         """
-        length = self._length(batch)
-        whole = dict(batch)
-        if "labels" in whole and "shift_labels" not in whole:
+        length = self._check_batch(batch)
+        entries = dict(batch)
+        if "labels" in entries and "shift_labels" not in entries:
             # Shifted before the cut: the target of this rank's last position is on the next rank.
-            whole["shift_labels"] = F.pad(whole.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX)
+            entries["shift_labels"] = F.pad(entries.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX)
         default_positions = torch.arange(length).expand(len(batch["input_ids"]), -1)
-        whole.setdefault("position_ids", default_positions)
-        host = {key: get_host_batch(batch).get(key, whole[key]) for key in ("input_ids", "position_ids")}
+        entries.setdefault("position_ids", default_positions)
+        host = {key: get_host_batch(batch).get(key, entries[key]) for key in ("input_ids", "position_ids")}
         # Computed before the cut: a part does not show where its documents begin.
-        whole[BOUNDS_KEY] = self._bounds = add_document_bounds(host)[BOUNDS_KEY].to(
-            self._device, non_blocking=True
-        )
-        size = length // self._degree
-        mine = slice(self._rank * size, (self._rank + 1) * size)
+        bounds = add_document_bounds(host)[BOUNDS_KEY]
+        self._bounds = bounds.to(self._device, non_blocking=True)
+        entries[BOUNDS_KEY] = self._bounds
+        part_length = length // self._degree
+        own_positions = slice(self._rank * part_length, (self._rank + 1) * part_length)
 
         def cut(value: Any) -> Any:
             is_cut = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
-            return value[:, mine] if is_cut else value
+            return value[:, own_positions] if is_cut else value
 
-        return {key: cut(value) for key, value in whole.items() if key != "attention_mask"}
+        return {key: cut(value) for key, value in entries.items() if key != "attention_mask"}
 
-    def _length(self, batch: Batch) -> int:
+    def _check_batch(self, batch: Batch) -> int:
+        """Return the length T of the batch's sequences.
+
+        Raises:
+            DataError: the batch cannot be divided; see take_part.
+        """
         if "input_ids" not in batch:
             raise DataError(
-                f"sequence_parallel_size: a batch has {', '.join(batch)}, expected input_ids, whose "
+                f"sequence_parallel_size: a batch has {', '.join(batch)}; expected input_ids, whose "
                 "positions are divided over the ranks; use zero_optimization.stage 3 for other models"
             )
         length = batch["input_ids"].shape[1]
@@ -156,11 +178,11 @@ class SequenceParallel:
                 f"sequence_parallel_size {self._degree} does not divide sequences of {length} tokens; "
                 "pad them to a multiple"
             )
-        mask = get_host_batch(batch).get("attention_mask")  # reading the device's copy would wait
+        mask = get_host_batch(batch).get("attention_mask")  # needs no synchronization
         if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
             raise DataError(
                 "sequence_parallel_size: an attention_mask hides other positions than the end of a sequence; "
-                "pad on the right"
+                "pad sequences on the right"
             )
         positions = batch.get("position_ids")
         if positions is not None and positions.shape != batch["input_ids"].shape:
@@ -171,22 +193,23 @@ class SequenceParallel:
         return int(length)
 
     def _attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **rest: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **arguments: Any
     ) -> tuple[Tensor, None]:
-        """Compute attention over the group.
+        """Compute attention over the group, with the signature of transformers' attention. Collective.
 
-        Shapes: query (B, heads, P, width), key and value (B, groups, P, width), result (B, P, heads, width).
+        Shapes: query (B, heads, P, width), key and value (B, key-value heads, P, width), result (B, P, heads,
+        width).
         """
-        shared = self._shared_attention(query, key)
-        groups = getattr(module, "num_key_value_groups", None)
-        sinks = rest.get("s_aux")
-        if sinks is not None:  # attention sinks, one per head: those of this rank's heads
-            rest["s_aux"] = sinks.chunk(self._degree)[self._rank]
+        attention = self._get_ulysses_attention(query, key)
+        num_groups = getattr(module, "num_key_value_groups", None)
+        sinks = arguments.get("s_aux")
+        if sinks is not None:  # attention sinks, one per head: select those of this rank's heads
+            arguments["s_aux"] = sinks.chunk(self._degree)[self._rank]
         # DeepSpeed gathers position ids, but nothing reads them.
-        rest["position_ids"] = torch.zeros(1, 1, device=query.device)
-        output, _ = shared(module, query, key, value, None, **rest)
-        if groups is not None:
-            module.num_key_value_groups = groups  # DeepSpeed changes it if it repeats key-value heads
+        arguments["position_ids"] = torch.zeros(1, 1, device=query.device)
+        output, _ = attention(module, query, key, value, None, **arguments)
+        if num_groups is not None:
+            module.num_key_value_groups = num_groups  # DeepSpeed changes it if it repeats key-value heads
         return output.unflatten(-1, (query.shape[1], query.shape[3])), None
 
     def _attend_whole(
@@ -197,20 +220,23 @@ class SequenceParallel:
         value: Tensor,
         _: None,
         position_ids: Tensor,
-        **rest: Any,
+        **arguments: Any,
     ) -> tuple[Tensor, None]:
         """Compute attention over whole sequences (B, this rank's heads, T, width), within their documents."""
-        rest |= build_bounds_arguments(self._whole, self._bounds, None, query.transpose(1, 2))
-        output: tuple[Tensor, None] = self._core(module, query, key, value, None, **rest)
+        arguments |= build_bounds_arguments(
+            self._original_attention, self._bounds, None, query.transpose(1, 2)
+        )
+        output: tuple[Tensor, None] = self._whole_attention(module, query, key, value, None, **arguments)
         return output
 
-    def _shared_attention(self, query: Tensor, key: Tensor) -> UlyssesSPAttentionHF:
-        size, heads, _, width = query.shape
-        shape = (size, heads, key.shape[1], width)
-        if shape not in self._shared:
-            self._shared[shape] = UlyssesSPAttentionHF(
+    def _get_ulysses_attention(self, query: Tensor, key: Tensor) -> UlyssesSPAttentionHF:
+        """Return DeepSpeed's attention for tensors of these shapes; made once per shape."""
+        batch_size, heads, _, width = query.shape
+        shape = (batch_size, heads, key.shape[1], width)
+        if shape not in self._ulysses_attentions:
+            self._ulysses_attentions[shape] = UlyssesSPAttentionHF(
                 attn=self._attend_whole,
-                batch_size=size,
+                batch_size=batch_size,
                 attn_head_count=heads,
                 attn_head_size=width,
                 kv_head_count=key.shape[1],
@@ -218,4 +244,4 @@ class SequenceParallel:
                 process_group=self._group,
                 seq_length_is_variable=True,
             )
-        return self._shared[shape]
+        return self._ulysses_attentions[shape]

@@ -1,8 +1,8 @@
-"""Adapters under tensor parallelism: one of an adapter's two matrices is cut with its layer, one stays whole.
+"""Adapters under tensor parallelism: one of an adapter's two matrices, A and B, is cut like its layer.
 
-If AutoTP cuts a layer by outputs, B is cut by rows, and the gradient of A's output is summed over the ranks.
-If it cuts a layer by inputs, A is cut by columns, and A's output is summed. For DoRA the lengths of the
-weight's rows are summed over the ranks if rows are cut.
+If AutoTP cuts a layer by outputs, B is cut by rows, A stays whole, and the gradient of A's output is summed
+over the ranks. If AutoTP cuts a layer by inputs, A is cut by columns, B stays whole, and A's output is summed
+over the ranks. Then DoRA's row lengths of the weight need a sum over the ranks too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pipeline.models.adapters import ADAPTER_NAME, find_adapter_layers
 
 @contextmanager
 def detach_adapters(model: nn.Module) -> Iterator[None]:
-    """Remove the adapters inside the context, so that AutoTP can cut the layers.
+    """Remove the adapters inside the context, so that AutoTP can cut the layers below them.
 
-    Afterwards the adapters are put back and cut.
+    When the context ends, the adapters are inserted again and cut like their layers.
     """
     layers = list(find_adapter_layers(model))
     for name, layer in layers:
@@ -53,60 +53,68 @@ def _cut_adapter(layer: Any) -> None:
     dim = metadata["partition_dim"]
     magnitude = dict(layer.lora_magnitude_vector).get(ADAPTER_NAME)  # only DoRA has one
     if dim == len(view) - 1:  # cut by inputs
-        rank = len(lora_a.weight)
-        _keep_part(
-            lora_a,
-            metadata
-            | {"original_shape": (rank, inputs), "logical_shape": (rank, inputs), "partition_dim": 1},
-        )
+        shape = (len(lora_a.weight), inputs)
+        _cut_weight(lora_a, metadata | {"original_shape": shape, "logical_shape": shape, "partition_dim": 1})
         lora_a.register_forward_hook(lambda _, __, output: _SumOverRanks.apply(output, group, True))
         if magnitude is not None:
             magnitude.__class__ = _InputCutDora
     else:  # cut by outputs
-        rank = lora_b.weight.shape[1]
-        _keep_part(
-            lora_b, metadata | {"original_shape": (outputs, rank), "logical_shape": (*view[:-1], rank)}
+        lora_rank = lora_b.weight.shape[1]
+        _cut_weight(
+            lora_b,
+            metadata | {"original_shape": (outputs, lora_rank), "logical_shape": (*view[:-1], lora_rank)},
         )
         lora_a.register_forward_hook(lambda _, __, output: _SumOverRanks.apply(output, group, False))
         if magnitude is not None:
-            _keep_part(magnitude, metadata | {"original_shape": (outputs,), "logical_shape": view[:-1]})
-    # NaN if peft computed it while this rank had only a part of the weights (see TensorSharding).
+            _cut_weight(magnitude, metadata | {"original_shape": (outputs,), "logical_shape": view[:-1]})
+    # The magnitude is NaN if peft computed it while this rank had only a part of the weights; see
+    # TensorSharding.
     if magnitude is not None and magnitude.weight.isnan().any():
         weight = layer.base_layer.weight
         magnitude.weight.copy_(magnitude.get_weight_norm(weight, torch.zeros_like(weight), 0.0))
 
 
-def _keep_part(module: nn.Module, metadata: dict[str, Any]) -> None:
-    """Replace a module's weight by this rank's part of it, with AutoTP's metadata of the part."""
+def _cut_weight(module: nn.Module, metadata: dict[str, Any]) -> None:
+    """Replace a module's weight by this rank's part of it.
+
+    Args:
+        module: Module with a whole weight.
+        metadata: Metadata with which AutoTP would cut that weight; see tensor_parallel.locate_part. The part
+            gets it as an attribute.
+    """
     whole: Any = module.weight
     rank = groups.get_tensor_model_parallel_rank()
-    size = groups.get_tensor_model_parallel_world_size()
+    num_ranks = groups.get_tensor_model_parallel_world_size()
     widths = metadata["sub_param_shard_widths"] or [metadata["partition_sizes"]]
     own_width = sum(each[rank] for each in widths)
     view = metadata["logical_shape"]
     dim = metadata["partition_dim"]
-    # A view may split the matrix's first dimension into several.
     shape = list(whole.shape)
-    at = max(0, dim - (len(view) - len(shape)))
-    shape[at] = shape[at] * own_width // sum(map(sum, widths))
+    # The view may split the matrix's first dimension into several.
+    cut_dim = max(0, dim - (len(view) - len(shape)))
+    shape[cut_dim] = shape[cut_dim] * own_width // sum(map(sum, widths))
     part = nn.Parameter(whole.new_empty(shape), whole.requires_grad)
     setattr(part, DS_AUTOTP_UC_META, metadata)
     part.tensor_model_parallel = True  # type: ignore[attr-defined]
-    for own, there in locate_part("", part, tuple(shape), rank, size).boxes:
-        part[_slices(own)] = whole[_slices(there)]
+    for part_box, whole_box in locate_part("", part, tuple(shape), rank, num_ranks).boxes:
+        part[_to_slices(part_box)] = whole[_to_slices(whole_box)]
     module.weight = part
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = shape
 
 
-def _slices(box: Box | None) -> tuple[slice, ...]:
+def _to_slices(box: Box | None) -> tuple[slice, ...]:
+    """Return a box as an index of a tensor; `None` is the whole tensor."""
     return tuple(slice(*bounds) for bounds in box or ())
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sums values over a tensor group in forward, or gradients in backward.
+    """Sums values over a tensor group in forward, or gradients in backward; the other pass is the identity.
 
-    The other direction is the identity.
+    Args:
+        values: Values of this rank.
+        group: Process group over which they are summed.
+        in_forward: Whether forward sums; if not, backward does.
     """
 
     @staticmethod
@@ -117,22 +125,25 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient if ctx.in_forward else _sum_over_ranks(gradient, ctx.group), None, None
+        if not ctx.in_forward:
+            gradient = _sum_over_ranks(gradient, ctx.group)
+        return gradient, None, None
 
 
 def _sum_over_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the group in a new tensor. Collective."""
     total = values.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 class _InputCutDora(DoraLinearLayer):
-    """Computes DoRA for a layer cut by inputs: row lengths are summed over the ranks' parts of the rows."""
+    """Computes DoRA for a layer cut by inputs: a row's length includes the row's parts on all ranks."""
 
     def get_lora_weight(
         self, lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None
     ) -> Tensor:
-        """Return this rank's columns of the adapter's weight, (outputs, inputs of the rank)."""
+        """Return this rank's columns of the adapter's weight B x A, (outputs, inputs of the rank)."""
         product: Tensor = lora_B.weight @ lora_A.weight  # type: ignore[operator]
         return product
 

@@ -237,7 +237,7 @@ def build_engine(
         autocast=placement.is_autocast,
         sharding=sharding,
     )
-    engine.closing.callback(swap.close)
+    engine.cleanup.callback(swap.close)
     weakref.finalize(engine, swap.close)  # in case the engine is never closed
     return engine
 

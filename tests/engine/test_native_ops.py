@@ -159,7 +159,7 @@ def small_op(tmp_path, monkeypatch):
     (tmp_path / "small.cpp").write_text(SMALL)
     monkeypatch.setattr(deepspeed.ops.op_builder, "SmallBuilder", SmallBuilder, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
-    monkeypatch.setattr(native_ops, "_LOG_AFTER", 0.1)
+    monkeypatch.setattr(native_ops, "_LOG_AFTER_SECONDS", 0.1)
     monkeypatch.delitem(SmallBuilder._loaded_ops, "small", raising=False)
     monkeypatch.delitem(sys.modules, "small", raising=False)
     versions = native_ops.cpp_extension.JIT_EXTENSION_VERSIONER.entries
@@ -171,7 +171,7 @@ def small_op(tmp_path, monkeypatch):
 
 def test_a_killed_runs_lock_is_removed_once_its_compiler_has_ended(small_op, tmp_path):
     """The compiler outlives the run that started it."""
-    from pipeline.engine.native_ops import _build
+    from pipeline.engine.native_ops import _build_op
 
     op = small_op
     folder = tmp_path / "ops" / "small"
@@ -179,7 +179,7 @@ def test_a_killed_runs_lock_is_removed_once_its_compiler_has_ended(small_op, tmp
     (folder / "lock").touch()
     (folder.parent / "small.pipeline-state").write_text("process 1 on here")
     with subprocess.Popen(["sleep", "2"], cwd=folder) as compiler, capture_logs() as lines:
-        assert _build(op) is None
+        assert _build_op(op) is None
         assert compiler.poll() == 0, "its lock was taken away under a living build"
     (told,) = [line for line in lines if line.startswith("waiting for the small op: ")]
     assert told.endswith(
@@ -198,23 +198,23 @@ def test_a_lock_of_nobody_seen_is_named_and_left_for_a_while(small_op, tmp_path,
     folder = tmp_path / "ops" / "small"
     folder.mkdir(parents=True)
     (folder / "lock").touch()
-    monkeypatch.setattr(native_ops, "_DEAD_AFTER", 1.0)
+    monkeypatch.setattr(native_ops, "_ABANDONED_AFTER_SECONDS", 1.0)
     with capture_logs() as lines:
-        assert native_ops._build(op) is None
+        assert native_ops._build_op(op) is None
     told = next(line for line in lines if line.startswith("waiting for the small op: "))
-    assert f"{folder / 'lock'} exists, but no process on this machine builds it" in told
+    assert f"{folder / 'lock'} exists, but no process on this machine builds the op; the file" in told
     assert f"an earlier build of the small op was killed and left {folder / 'lock'}; removed it" in lines
 
 
 def test_two_of_our_runs_build_once_and_one_tells_what_it_waits_for(small_op, tmp_path):
-    from pipeline.engine.native_ops import _build
+    from pipeline.engine.native_ops import _build_op
 
     lock = tmp_path / "ops" / "small" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     answers = []
     with subprocess.Popen(["sleep", "1000"], cwd=lock.parent) as compiler, capture_logs() as lines:
-        builds = [threading.Thread(target=lambda: answers.append(_build(small_op))) for _ in range(2)]
+        builds = [threading.Thread(target=lambda: answers.append(_build_op(small_op))) for _ in range(2)]
         for build in builds:
             build.start()
         try:

@@ -160,7 +160,7 @@ def _serve_functions(pipe: Connection, environment: dict[str, str]) -> None:
 
 
 def _collect_engine_endings() -> list[ExitStack]:
-    """Return a list that receives the `closing` stack of each engine that is built from now on.
+    """Return a list that receives the `cleanup` stack of each engine that is built from now on.
 
     An engine that is not closed leaves callbacks registered. They keep DeepSpeed's engine alive, and with it
     process groups of three threads each.
@@ -172,7 +172,7 @@ def _collect_engine_endings() -> list[ExitStack]:
 
     def build_and_record(self: Any, *arguments: Any, **named: Any) -> None:
         build(self, *arguments, **named)
-        endings.append(self.closing)
+        endings.append(self.cleanup)
 
     DeepSpeedBase.__init__ = build_and_record  # type: ignore[method-assign]
     return endings
