@@ -82,7 +82,7 @@ class EngineProcessGroups:
         }
         if sequence & unused:
             sequence_groups._release_sequence_parallel_groups()
-        # Not the tensor group decides: it may be the job's own, which is not destroyed.
+        # The tensor group itself is no criterion: it may be the job's own group, which is never destroyed.
         if groups._DATA_PARALLEL_GROUP in unused:
             groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
         if p2p._grid is not None and p2p._grid.pp_proc_group in unused:
@@ -101,7 +101,7 @@ def _list_groups() -> set[Any]:
 
 
 def _list_shared_groups() -> set[Any]:
-    """Return the groups that DeepSpeed keeps in module variables, where later engines find them."""
+    """Return the groups in DeepSpeed's module variables, which later engines use too."""
     in_modules = (
         groups._WORLD_GROUP,
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP,
@@ -415,7 +415,7 @@ class DeepSpeedBase(ABC):
 
     @torch.no_grad()
     def restore(self, source: ShardSource) -> None:
-        """See EngineState.restore. If the checkpoint has no loss scale, its search starts anew."""
+        """See EngineState.restore. Without a loss scale in the checkpoint, its present state stays."""
         restore_state(self._build_state(), source, self._get_checkpoint_names())
         self._set_scale_state(source.scalars)
 
@@ -436,7 +436,7 @@ class DeepSpeedBase(ABC):
                 setattr(dynamic_scale, name, scalars[key])
 
     def _find_dynamic_scale(self) -> Any:
-        """Return DeepSpeed's object with the state of a dynamic loss scale, or `None` if there is none."""
+        """Return the DeepSpeed object that has the state of a dynamic loss scale, or `None` without one."""
         scaler = getattr(self._zero_optimizer, "loss_scaler", None)
         if isinstance(scaler, DynamicLossScaler):
             return scaler

@@ -1,6 +1,6 @@
 """Engine for DeepSpeed: ZeRO stages 0 to 3, tensor and sequence parallelism, in fp32, bf16 and fp16.
 
-Pipeline parallelism has an engine of its own, pipeline_engine.py.
+For pipeline parallelism see pipeline_engine.py.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ class DeepSpeedEngine(DeepSpeedBase):
         engine = self._engine
         if not self.module.training:  # engine.training stays True after engine.eval()
             engine.train()
-        # The counts are summed over ranks during the first forward, so that it need not wait for late ranks.
+        # The counts are summed over ranks during the first forward. So this rank waits for late ranks only
+        # after that forward.
         finish_sum = self._job.start_all_reduce_sum(
             stack_count_and_flags(micro_batches, objective, flags, self.device, self._num_copies)
         )

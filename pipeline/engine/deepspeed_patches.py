@@ -1,9 +1,10 @@
 """Changes to DeepSpeed's internals, each with its reason, and a test that fails without it.
 
 The changes are made for one version (`optional_packages.DEEPSPEED`), and a run with another version ends with
-an error. Further changes are in the modules that use them: `clipping.py` (the first update at stage 0, and
-the guard on the device), `zero3.py` (weights drawn in fp32 under ZeRO 3) and `tensor_sharding.py` (matrices
-cut before they have values).
+an error. Further changes are in the modules that use them:
+    - `clipping.py`: the first update at stage 0, and the guard on the device
+    - `zero3.py`: weights drawn in fp32 under ZeRO 3
+    - `tensor_sharding.py`: matrices cut before they have values
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def get_missing_loss_scale(optimizer: Any, precision: str) -> float:
         optimizer: DeepSpeed's optimizer, which wraps the inner one.
         precision: Precision of the run: fp32, bf16 or fp16.
     """
-    return 1.0 if precision != "fp16" or isinstance(optimizer, ZeROOptimizer) else float(optimizer.loss_scale)
+    if precision != "fp16" or isinstance(optimizer, ZeROOptimizer):
+        return 1.0
+    return float(optimizer.loss_scale)
 
 
 def continue_at_min_loss_scale(optimizer: Any) -> None:

@@ -100,8 +100,8 @@ def unmap_freed_tensors() -> Iterator[None]:
 
     Use it as a context manager or a decorator. glibc maps each large block by itself, and unmaps it when it
     is freed. But glibc raises the size limit for that with each freed block, up to 32 MiB. Smaller tensors
-    then come from the heap, which hardly returns any memory. For a ZeRO-3 model, whose weights are drawn
-    whole and cut one by one, that left twice the model's size in the heap.
+    then come from the heap, which hardly returns any memory. A ZeRO-3 model, whose weights are drawn whole
+    and cut one by one, left twice its size in the heap.
 
     When the context ends, the limits are set to the values at which glibc's growth ends, since steps are
     slower if each tensor is mapped. A `malloc_trim` after the first step instead of this context saves

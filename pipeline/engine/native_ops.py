@@ -1,8 +1,8 @@
 """Compilation of DeepSpeed's native ops before the model is made, and the folder that ZeRO-3 swaps to.
 
 DeepSpeed and torch compile the ops. This module handles ops that cannot be compiled, and locks that a killed
-build left. If its lock file exists, torch itself would wait until the file is gone, without a limit or a
-message, and then assume that the op is built.
+build left. torch itself would wait for such a lock without a limit or a message. When the lock is gone, torch
+would assume that the op is built.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class NonFiniteDetector:
         self._forward_index = self._loss_index = -1  # micro-batches of the module and of the objective
         self._order = 0
         self._is_input_finite = True  # of the whole module, in this micro-batch
-        self.found: NonFiniteValue | None = None
+        self.first_value: NonFiniteValue | None = None
         """First value found on this rank; `None` if none was."""
 
     @contextmanager
@@ -139,7 +139,7 @@ class NonFiniteDetector:
 
     def check_loss(self, loss: LossSum, batch: Batch, keys: Collection[str]) -> None:
         """Check the loss. If it is not finite, check first the batch's entries `keys`."""
-        if self.found is None and not bool(loss.minimised.isfinite().all()):
+        if self.first_value is None and not bool(loss.minimised.isfinite().all()):
             self._check_entries(batch, keys)
             self._record(FORWARD, LOSS, "", None)
 
@@ -153,7 +153,7 @@ class NonFiniteDetector:
     def _check_output(self, name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Check a module's output, input and weights; a hook after its forward."""
         self._order += 1
-        if self.found is not None or _is_finite(output):
+        if self.first_value is not None or _is_finite(output):
             return
         layer_name = f"{name or 'the model'} ({type(layer).__name__})"
         if not _is_finite((args, kwargs)):
@@ -183,8 +183,8 @@ class NonFiniteDetector:
         if key in host and _is_finite(host[key]):
             (first, *_) = filter(_is_not_finite, iter_tensors(value))
             remark = f" (overflows {DTYPE_NAMES.get(first.dtype, first.dtype)})"
-        if self.found is None or self.found.phase > INPUT:
-            self.found = None
+        if self.first_value is None or self.first_value.phase > INPUT:
+            self.first_value = None
             self._record(INPUT, f"input `{key}`", remark, value, micro_batch=self._loss_index)
 
     def _record(
@@ -207,12 +207,12 @@ class NonFiniteDetector:
             rank_order: See NonFiniteValue.rank_order; this rank by default.
             micro_batch: Index of the micro-batch; by default the one of the last forward.
         """
-        if self.found is not None:
+        if self.first_value is not None:
             return
         micro_batch = self._forward_index if micro_batch is None else micro_batch
         micro_batch = min(max(micro_batch, 0), len(self._micro_batches) - 1)
         samples, is_narrowed = _find_bad_samples(value, get_host_batch(self._micro_batches[micro_batch]))
-        self.found = NonFiniteValue(
+        self.first_value = NonFiniteValue(
             phase=phase,
             micro_batch=micro_batch,
             order=self._order,
@@ -363,7 +363,7 @@ class NonFiniteCauseSearch:
         self._seed()
         with detector.install_hooks():
             self._engine.train_step(micro_batches, objective, learning_rate=0.0, flags=0, limits=REFUSE_ALL)
-        return self._job.gather_object(detector.found)
+        return self._job.gather_object(detector.first_value)
 
     def _search_one_sample(self, batch: Batch, rank: int) -> tuple[str, ...]:
         """Return the name of the one sample that causes a non-finite value, found by bisection.

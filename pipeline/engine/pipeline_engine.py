@@ -105,8 +105,8 @@ class PipelineEngine(DeepSpeedBase):
             bounds: Layers of the stages; see StageSharding.bounds.
 
         Raises:
-            ConfigError: the model is a mixture of experts whose routers are to be balanced, the user's own
-                optimizer cannot be used, or a pattern of optimizer.groups matches no trained parameter.
+            ConfigError: the user's own optimizer cannot be used, a pattern of optimizer.groups matches no
+                trained parameter, or the routers of a mixture of experts are to be balanced.
             ModelError: no parameter requires a gradient.
         """
         refuse_router_loss(model, "pipeline stages")

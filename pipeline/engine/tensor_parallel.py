@@ -32,9 +32,9 @@ from pipeline.objectives import VocabularyPart, set_vocabulary_part
 def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
     """Set `vocab_parallel_lm_head` in the JSON's section `tensor_parallel`.
 
-    It says whether an embedding and the output layer tied to it are cut by vocabulary. They stay whole in
-    three cases: the embedding scales its output (Gemma), the section states how to cut, or the output layer
-    is not named `lm_head`. DeepSpeed could not cut them there.
+    The key says whether an embedding and the output layer tied to it are cut by vocabulary. Both stay whole
+    if DeepSpeed refuses to cut them: the embedding scales its output (Gemma), the section states how to cut,
+    or the output layer is not named `lm_head`.
 
     Args:
         config: DeepSpeed JSON. It is changed.

@@ -139,7 +139,8 @@ class TorchEngine:
         ddp = self._ddp
         if not self.module.training:
             self._forward_module.train()
-        # The counts are summed over ranks during the first forward, so that it need not wait for late ranks.
+        # The counts are summed over ranks during the first forward. So this rank waits for late ranks only
+        # after that forward.
         finish_sum = self._job.start_all_reduce_sum(
             stack_count_and_flags(micro_batches, objective, flags, self.device)
         )
@@ -147,8 +148,8 @@ class TorchEngine:
         limit_guard = None if limits is None else self._limit_guard
         if limit_guard is not None:
             limit_guard.begin_step(limits)
-        # A phase of its own, not `forward`: an objective may wait for other ranks here, and the time in
-        # `forward` is compared between ranks.
+        # Not measured as `forward`: an objective may wait for other ranks here, and the time in `forward` is
+        # compared between ranks.
         with self._make_autocast(), self.phases.measure("routing"):
             move_to_device = partial(self._move_to_device, objective=objective)
             objective.prepare_step(
