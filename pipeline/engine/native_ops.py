@@ -174,7 +174,7 @@ def _wait_for_other_build(op: NativeOp, folder: Path, was_killed: bool) -> None:
                 log.warning("an earlier build of %s was killed and left %s; removed it", op.label, lock)
                 return
             if time.monotonic() > log_at:
-                detail = f"{worker} builds it; if it hangs, end it and remove {lock}"
+                detail = f"{worker} builds it; if that process hangs, end it and remove {lock}"
                 if worker is None:
                     seconds_left = _ABANDONED_AFTER_SECONDS - seconds_unchanged
                     detail = (
@@ -234,14 +234,14 @@ class SwapFolder:
         self.config = copy.deepcopy(config)
         """Copy of the configuration for DeepSpeed, whose `nvme_path`s are this rank's folders."""
         self._job = job
-        self._closing = ExitStack()
-        self._folders: dict[Path, Path] = {}
-        with self._closing:
+        self._cleanup = ExitStack()
+        self._folders: dict[Path, Path] = {}  # this rank's folder, by `nvme_path`
+        with self._cleanup:
             for section in _OFFLOAD_SECTIONS:
                 options = self.config["zero_optimization"].get(section, {})
                 if options.get("device") == "nvme":
                     self._set_folder(options, section)
-            self._closing = self._closing.pop_all()
+            self._cleanup = self._cleanup.pop_all()
 
     def _set_folder(self, options: dict[str, Any], section: str) -> None:
         """Make this rank's folder, and set it as the section's `nvme_path`.
@@ -270,12 +270,12 @@ class SwapFolder:
         folder = path / f"{_FOLDER_PREFIX}{secrets.token_hex(6)}"
         lock = FileLock(_get_lock_path(folder))
         lock.acquire()  # before the folder exists, so that no other run sees it without its lock
-        self._closing.callback(lock.release)
+        self._cleanup.callback(lock.release)
         folder.mkdir()
         script = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$0" "$1"'
         command = ["/bin/sh", "-c", script, str(folder), str(_get_lock_path(folder))]
         remover = subprocess.Popen(command, stdin=subprocess.PIPE)
-        self._closing.callback(remover.communicate)  # closes the pipe and waits for the shell
+        self._cleanup.callback(remover.communicate)  # closes the pipe and waits for the shell
         return folder
 
     def check_space(self, num_parameters: int) -> None:
@@ -310,7 +310,7 @@ class SwapFolder:
 
     def close(self) -> None:
         """Remove the folders. A second call does nothing."""
-        self._closing.close()
+        self._cleanup.close()
 
 
 def _get_lock_path(folder: Path) -> Path:

@@ -183,7 +183,8 @@ def test_a_killed_runs_lock_is_removed_once_its_compiler_has_ended(small_op, tmp
         assert compiler.poll() == 0, "its lock was taken away under a living build"
     (told,) = [line for line in lines if line.startswith("waiting for the small op: ")]
     assert told.endswith(
-        f"process {compiler.pid} (sleep) builds it; if it hangs, end it and remove {folder / 'lock'}"
+        f"process {compiler.pid} (sleep) builds it; "
+        f"if that process hangs, end it and remove {folder / 'lock'}"
     )
     assert f"an earlier build of the small op was killed and left {folder / 'lock'}; removed it" in lines
     assert (folder / "small.so").exists()
