@@ -137,7 +137,8 @@ class PipelineEngine(DeepSpeedBase):
             kind: _measure_instruction(execute, self.phases, kind.__name__)
             for kind, execute in instructions.items()
         }
-        self._shapes: Any = None  # shapes of the last step's batches; see _prepare_stages
+        self._shapes: Any = None  # shapes of the previous batches; see _prepare_stages
+        # Computes the current step's loss for the limits; see StepLimitGuard.compute_loss. train_step sets it.
         self._compute_loss: Callable[[], None] = lambda: None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
@@ -226,6 +227,7 @@ class PipelineEngine(DeepSpeedBase):
         return sum_losses(self._last_stage.losses, objective.means, self.device)
 
     def _block_update(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        """Do what DeepSpeedBase._block_update does, after computing the step's loss. Collective."""
         self._compute_loss()
         super()._block_update(optimizer, *arguments)
 
@@ -249,8 +251,8 @@ class PipelineEngine(DeepSpeedBase):
         Raises:
             DataError: a batch has entries that stages do not pass on.
         """
-        keys = [batch[NOISE_KEYS] for batch in micro_batches if NOISE_KEYS in batch]
-        set_noise_keys(self._embedding, [each.to(self.device, non_blocking=True) for each in keys])
+        noise_keys = [batch[NOISE_KEYS] for batch in micro_batches if NOISE_KEYS in batch]
+        set_noise_keys(self._embedding, [keys.to(self.device, non_blocking=True) for keys in noise_keys])
         for batch in micro_batches:
             unread = sorted(set(batch) - {*INPUT_KEYS, NOISE_KEYS, *objective.targets})
             if unread:

@@ -173,6 +173,9 @@ def locate_part(
 ) -> TensorPlacement:
     """Return the placement of this rank's part of a parameter.
 
+    AutoTP's metadata says how it cut the parameter: the whole shape, a view of this shape, the dimension of
+    the view that is cut, and the widths of all ranks' parts in it.
+
     Args:
         name: Name of the parameter.
         parameter: Parameter with AutoTP's metadata; without it the parameter is whole.
