@@ -107,7 +107,7 @@ class Evaluator(Protocol):
     dp_rank: int
     """Data-parallel rank; ranks with equal values read the same samples."""
     dp_world_size: int
-    """Number of data-parallel ranks, which is the number of different micro-batches at a time."""
+    """Number of data-parallel ranks, and of different micro-batches in one forward of all ranks."""
 
     @property
     def module(self) -> nn.Module:

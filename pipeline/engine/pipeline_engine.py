@@ -138,7 +138,7 @@ class PipelineEngine(DeepSpeedBase):
             for kind, execute in instructions.items()
         }
         self._shapes: Any = None  # shapes of the previous batches; see _prepare_stages
-        # Computes the current step's loss for the limits; see StepLimitGuard.compute_loss. train_step sets it.
+        # Computes the current step's loss; see StepLimitGuard.compute_loss. train_step sets it.
         self._compute_loss: Callable[[], None] = lambda: None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
