@@ -78,7 +78,7 @@ def test_documents_of_a_row_do_not_see_each_other_across_the_ranks(ranks):
     ("changes", "message"),
     [
         ({"input_ids": torch.zeros(2, 23, dtype=torch.long)}, "does not divide sequences of 23 tokens"),
-        ({"attention_mask": torch.arange(24).expand(2, -1) > 3}, "pad on the right"),
+        ({"attention_mask": torch.arange(24).expand(2, -1) > 3}, "pad sequences on the right"),
         (
             {"position_ids": torch.arange(24)[None]},
             "position_ids of shape (1, 24) for input_ids of shape (2, 24)",
