@@ -248,11 +248,13 @@ class Peak(nn.Module):
 
 
 def whole_while_built(job: Job, deepspeed):
+    from pipeline.engine.deepspeed_patches import restore_torch_linear
     from pipeline.engine.zero3 import Zero3Sharding
 
     Peak.whole_elements.clear()
     with Zero3Sharding(deepspeed, torch.float32).construct():
         Peak()
+    restore_torch_linear()  # an engine would do so when it is closed
     return max(Peak.whole_elements)
 
 

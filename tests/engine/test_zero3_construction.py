@@ -24,6 +24,7 @@ class Copied(nn.Module):
 def whole_weights(job: Job, limit: int) -> list[torch.Tensor]:
     from pipeline.engine import zero3
     from pipeline.engine.deepspeed_base import start_deepspeed
+    from pipeline.engine.deepspeed_patches import restore_torch_linear
 
     start_deepspeed(job)
     deepspeed = {
@@ -43,6 +44,7 @@ def whole_weights(job: Job, limit: int) -> list[torch.Tensor]:
     for parameter in model.parameters():
         with sharding.gather([parameter]):
             found.append(parameter.data.clone())
+    restore_torch_linear()  # an engine would do so when it is closed
     return found
 
 
