@@ -395,7 +395,7 @@ def choose_micro_batch(
 ) -> ResolvedSettings:
     """Return `resolved` with a micro-batch that fits, if the recipe says `auto`. Collective."""
 
-    def loader(plan: BatchPlan) -> TrainLoader:
+    def build_loader_of_plan(plan: BatchPlan) -> TrainLoader:
         return build_loader(config, plan, data, engine)
 
     search = MicroBatchSearch(
@@ -404,8 +404,8 @@ def choose_micro_batch(
         job=job,
         engine=engine,
         objective=objective,
-        loader=loader,
-        cache=get_cache_folder(config),
+        build_loader=build_loader_of_plan,
+        cache_folder=get_cache_folder(config),
         guess=guess_micro_batch(config, resolved, job, data) if resolved.batch_plan.is_provisional else None,
     )
     return search.resolve_auto()

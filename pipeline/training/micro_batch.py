@@ -1,12 +1,12 @@
 """Finds the largest micro-batch that fits, for `batch.micro_batch_size: auto`.
 
 Sizes are tried in the run's own engine before its first step; another engine would cost a second start. A
-trial is a real step that is refused and leaves no trace, so the run equals one with the number given, to the
-last bit. Sizes that were found are cached in one small file each.
+trial is a real step that the engine refuses: it leaves no trace. The run is therefore equal, bit by bit, to a
+run whose recipe gives the number. Each size that was found is cached in a small file.
 
-No rank may run out of memory inside a collective, where the others would wait. So sizes only grow, and each
-is predicted from smaller ones first. On a CPU nothing fails: the kernel kills the process. So the size is
-written to the disk before its trial, and the next start reads which size was being tried.
+A rank that runs out of memory inside a collective makes all other ranks wait. Trials therefore begin small,
+and the memory of each further size is predicted first. On a CPU the kernel kills a process that takes too
+much memory. The size is therefore written to the disk before its trial, for the next start to read.
 """
 
 from __future__ import annotations
@@ -48,39 +48,42 @@ from pipeline.training.safeguard import add_noise_keys
 
 log = logging.getLogger(__name__)
 
-MOST_TRIALS = 6
-MARGIN = 0.90
+MAX_TRIALS = 6
+USABLE_SHARE = 0.90
 """Share of a rank's memory limit that a step may take: rows differ a little, and freed blocks leave gaps."""
-TRIED_UP_TO = 0.95
-"""Largest predicted share at which a size is tried. Between MARGIN and this, the measurement decides."""
-LONGEST_STRIDE = 8
-"""Largest ratio of a trial to the largest trial before it."""
-FAR = 4
-"""Ratio to the first trial above which a prediction from that trial alone doubles its slope."""
-FOLDER = "micro_batch_sizes"
-PAGE = 4096
-NOTHING_STAYS = StepLimits(-torch.inf, -torch.inf)
-LOOKED_AT = 8
-"""Number of groups read from a user's own data set, whose rows may differ in length; the largest is tried."""
+TRIAL_SHARE = 0.95
+"""Largest predicted share of the limit at which a size is still tried. If the prediction lies between
+USABLE_SHARE and this, the measurement decides."""
+MAX_GROWTH = 8
+"""Largest ratio of a trial's size to the largest size tried before it."""
+DOUBLING_RATIO = 4
+"""Ratio of a size to the only size tried so far, above which its predicted memory per row is doubled."""
+CACHE_FOLDER = "micro_batch_sizes"
+PAGE_BYTES = 4096
+REFUSE_STEP = StepLimits(-torch.inf, -torch.inf)
+"""Limits that every step exceeds, so that the engine changes nothing."""
+GROUPS_READ = 8
+"""Number of steps' batches read from a user's own data set, whose rows may differ in length; the trial takes
+the largest."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
     """Memory of one rank in a trial, in bytes."""
 
-    forward: int
-    """Largest increase during a forward."""
-    work: int
-    """Peak before the optimizer's step."""
-    update: int
+    forward_increase: int
+    """Largest increase during the forward of a micro-batch."""
+    backward_peak: int
+    """Peak from the first forward to the last backward."""
+    update_peak: int
     """Peak from the optimizer's step on, which does not depend on the number of rows."""
     limit: int
-    """Bytes that the rank may hold."""
+    """Bytes that the rank may use in all."""
 
     @property
-    def most(self) -> int:
+    def peak(self) -> int:
         """Peak over the whole step."""
-        return max(self.work, self.update)
+        return max(self.backward_peak, self.update_peak)
 
 
 TrialResults = Mapping[int, Sequence[MemoryUse]]
@@ -89,55 +92,57 @@ TrialResults = Mapping[int, Sequence[MemoryUse]]
 
 def fits_every_rank(uses: Sequence[MemoryUse]) -> bool:
     """Return whether a size fits on every rank."""
-    return all(use.most <= MARGIN * use.limit for use in uses)
+    return all(use.peak <= USABLE_SHARE * use.limit for use in uses)
 
 
 def find_largest_fitting(tried: TrialResults) -> int | None:
-    """Return the largest size that was tried and fits; `None` if none does."""
+    """Return the largest of the sizes tried that fits; `None` if none does."""
     return max((size for size, uses in tried.items() if fits_every_rank(uses)), default=None)
 
 
 def predict_bytes(size: int, tried: TrialResults) -> list[float]:
-    """Return the predicted bytes of each rank.
+    """Return the peak memory of each rank that is predicted for a size, in bytes.
 
-    The peak before the update grows with the rows: along the line through the two nearest trials, or from a
-    single trial by the increase of its forward.
+    The peak of the backward grows linearly with the rows. The line goes through the two trials nearest to
+    `size`. With a single trial, its slope is the increase of the forward per row.
     """
     sizes = sorted(tried)
-    found = []
+    predicted = []
     for rank in range(len(tried[sizes[0]])):
-        work = {each: tried[each][rank].work for each in sizes}
+        peaks = {each: tried[each][rank].backward_peak for each in sizes}
         if len(sizes) == 1:
             high = sizes[0]
-            slope = tried[sizes[0]][rank].forward / sizes[0]
-            slope *= 2 if size > FAR * high else 1  # a backward that recomputes adds more than the forward
+            slope = tried[high][rank].forward_increase / high
+            if size > DOUBLING_RATIO * high:  # a backward that recomputes adds more than the forward
+                slope *= 2
         else:
             low, high = min(pairwise(sizes), key=lambda pair: abs(pair[0] + pair[1] - 2 * size))
-            slope = max(0.0, (work[high] - work[low]) / (high - low))
-        update = min(uses[rank].update for uses in tried.values())  # a heap may keep more of larger ones
-        found.append(max(work[high] + slope * (size - high), update))
-    return found
+            slope = max(0.0, (peaks[high] - peaks[low]) / (high - low))
+        # The smallest, because after a larger trial the heap may keep memory that the update does not need.
+        update_peak = min(uses[rank].update_peak for uses in tried.values())
+        predicted.append(max(peaks[high] + slope * (size - high), update_peak))
+    return predicted
 
 
 def predict_share(size: int, tried: TrialResults) -> float:
-    """Return the largest predicted share of any rank's memory limit."""
+    """Return the largest share of its memory limit that any rank is predicted to need for a size."""
     limits = (use.limit for use in tried[max(tried)])
-    return max(held / limit for held, limit in zip(predict_bytes(size, tried), limits, strict=True))
+    return max(peak / limit for peak, limit in zip(predict_bytes(size, tried), limits, strict=True))
 
 
 def next_trial(candidates: Sequence[int], tried: TrialResults, guess: int | None) -> int | None:
     """Return the size to try next; `None` if `find_largest_fitting` is the answer.
 
     The first trial is a quarter of the guess, which may be twice too large, or else the smallest candidate. A
-    second trial next to it gives a line. Then the largest size that is predicted to fit is confirmed, until
-    the next larger one is measured or predicted not to fit.
+    second trial at a neighboring size gives the slope of the memory per row. From then on the largest size
+    that is predicted to fit is tried, until the next larger one is measured or predicted not to fit.
 
     Args:
         candidates: Possible sizes, ascending.
         tried: Results of the trials so far.
-        guess: Estimate of the answer; `None` without one.
+        guess: Estimate of the largest size that fits; `None` without one.
     """
-    if len(tried) >= MOST_TRIALS:
+    if len(tried) >= MAX_TRIALS:
         return None
     if not tried:
         return max((size for size in candidates if size <= (guess or 0) / 4), default=candidates[0])
@@ -145,19 +150,22 @@ def next_trial(candidates: Sequence[int], tried: TrialResults, guess: int | None
     too_large = min(
         (size for size, uses in tried.items() if not fits_every_rank(uses)), default=candidates[-1] + 1
     )
-    left = [size for size in candidates if best < size < too_large]
-    if not left:
+    undecided = [size for size in candidates if best < size < too_large]
+    if not undecided:
         return None
-    expected = [size for size in left if predict_share(size, tried) <= MARGIN]
+    expected_to_fit = [size for size in undecided if predict_share(size, tried) <= USABLE_SHARE]
     if not best:
-        return (expected or left[:1])[-1]
-    farthest = max(LONGEST_STRIDE * max(tried), left[0])
-    within = [size for size in left if size <= farthest and predict_share(size, tried) <= TRIED_UP_TO]
+        return expected_to_fit[-1] if expected_to_fit else undecided[0]
+    farthest = max(MAX_GROWTH * max(tried), undecided[0])
+    allowed = [size for size in undecided if size <= farthest and predict_share(size, tried) <= TRIAL_SHARE]
     if len(tried) > 1:
-        return max((size for size in within if size in expected), default=within[0] if within else None)
+        promising = [size for size in allowed if size in expected_to_fit]
+        if promising:
+            return promising[-1]
+        return allowed[0] if allowed else None
     smaller = [size for size in candidates if size < best]
-    if within and (within[0] <= 2 * best or not smaller):
-        return within[0]
+    if allowed and (allowed[0] <= 2 * best or not smaller):
+        return allowed[0]
     return smaller[-1] if smaller else None
 
 
@@ -166,12 +174,12 @@ class PeakMemory:
 
     Args:
         device: Device of the rank.
-        sharers: Number of ranks on this machine.
+        local_world_size: Number of ranks on this machine, which share its free memory.
     """
 
-    def __init__(self, device: torch.device, sharers: int):
+    def __init__(self, device: torch.device, local_world_size: int):
         self._cuda = device if device.type == "cuda" else None
-        self._sharers = sharers
+        self._local_world_size = local_world_size
 
     def begin(self) -> None:
         """Free unused memory and start a measurement."""
@@ -183,86 +191,102 @@ class PeakMemory:
         self.read_and_reset()
 
     def read_and_reset(self) -> int:
-        """Return the peak in bytes since the last call or since `begin`, and start anew."""
+        """Return the peak in bytes since the last call or since `begin`, and start a new measurement."""
         if self._cuda is not None:
-            most = torch.cuda.max_memory_allocated(self._cuda)
+            peak = torch.cuda.max_memory_allocated(self._cuda)
             torch.cuda.reset_peak_memory_stats(self._cuda)
         else:
-            most = read_peak_resident_bytes()
+            peak = read_peak_resident_bytes()
             reset_resident_peak()
-        return most
+        return peak
 
-    def now(self) -> int:
-        """Return the bytes held now."""
+    def read_current(self) -> int:
+        """Return the bytes in use now."""
         return read_resident_bytes() if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
-    def limit(self) -> int:
-        """Return the bytes that this rank may hold: those it holds now and its share of the free memory."""
+    def read_limit(self) -> int:
+        """Return the bytes that this rank may use: those in use now and its share of the free memory."""
         if self._cuda is None:
-            return read_resident_bytes() + available_memory() // self._sharers
+            return read_resident_bytes() + available_memory() // self._local_world_size
         free, _ = torch.cuda.mem_get_info(self._cuda)  # excludes memory that CUDA and NCCL use themselves
         return free + torch.cuda.memory_reserved(self._cuda)
 
 
 @contextmanager
 def allocate_optimizer_states() -> Iterator[list[int]]:
-    """Make optimizer states resident during a refused step, as a step that counts would.
+    """Make optimizer states resident during a refused step, as they are after a step that counts.
 
     States of zeros take no memory on a CPU until something writes to them, so each page is written to.
 
     Yields:
-        One number in a list: bytes of states that a refused step does not create, as for Muon.
+        A list of one number, set by the optimizer's step: bytes of states that a refused step does not
+        create, as for Muon.
     """
-    unmade = [0]
+    missing_bytes = [0]
 
-    def look(optimizer: Optimizer, *_: Any) -> None:
+    def write_to_states(optimizer: Optimizer, *_: Any) -> None:
         if isinstance(optimizer, torch.optim.Muon):  # creates no state for parameters without a gradient
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            unmade[0] = sum(p.numel() * p.element_size() for p in parameters if p not in optimizer.state)
+            stateless = [p for p in parameters if p not in optimizer.state]
+            missing_bytes[0] = sum(p.numel() * p.element_size() for p in stateless)
         for state in list(optimizer.state.values()):
-            for value in state.values() if isinstance(state, dict) else ():
+            if not isinstance(state, dict):
+                continue
+            for value in state.values():
                 if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_contiguous():
-                    value.detach().view(-1)[:: max(1, PAGE // value.element_size())].mul_(1)
+                    value.detach().view(-1)[:: max(1, PAGE_BYTES // value.element_size())].mul_(1)
 
-    handle = register_optimizer_step_post_hook(look)
+    handle = register_optimizer_step_post_hook(write_to_states)
     try:
-        yield unmade
+        yield missing_bytes
     finally:
         handle.remove()
 
 
 @dataclass
 class MicroBatchCache:
-    """Results of earlier starts of one recipe on one kind of device, in one file."""
+    """Results of earlier starts of one recipe on one kind of device, in one JSON file."""
 
     file: Path
-    known: Mapping[str, Any]
-    """JSON values that decide the size."""
+    conditions: Mapping[str, Any]
+    """JSON values that decide the size. Written for a person who reads the file."""
     found: int | None = None
-    """Size that was found; `None` if none was."""
-    needs: int = 0
-    """Bytes that the fullest rank held with the size found."""
-    trying: int | None = None
+    """Size that a search found; `None` if none has ended."""
+    needed_bytes: int = 0
+    """Peak memory of the fullest rank with the size `found`."""
+    failed: int | None = None
     """Size whose trial never ended or ran out of memory; `None` if there is none."""
 
     def read(self) -> None:
         """Read the file of earlier starts. A file that cannot be read counts as empty."""
         try:
-            kept = json.loads(read_regular_file(self.file, MAX_CONFIGURATION_BYTES))
-            found, needs, trying = (kept[name] for name in ("found", "needs", "trying"))
+            content = json.loads(read_regular_file(self.file, MAX_CONFIGURATION_BYTES))
+            found = content["found"]
+            needed_bytes = content["needs"]
+            failed = content["trying"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError):
             return
-        if type(needs) is int and all(each is None or type(each) is int for each in (found, trying)):
+        if type(needed_bytes) is int and all(size is None or type(size) is int for size in (found, failed)):
             self.found = found
-            self.needs = needs
-            self.trying = trying
+            self.needed_bytes = needed_bytes
+            self.failed = failed
 
-    def write(self, tried: Mapping[str, int]) -> None:
-        """Replace the file atomically. If the folder cannot be written, each start searches again."""
-        content = {"found": self.found, "needs": self.needs, "trying": self.trying}
+    def write(self, peaks: Mapping[str, int]) -> None:
+        """Replace the file atomically. A folder that cannot be written is a warning.
+
+        Args:
+            peaks: Bytes of the fullest rank by size tried, for a person who reads the file.
+        """
+        content = {
+            "found": self.found,
+            "needs": self.needed_bytes,
+            "trying": self.failed,
+            "tried": peaks,
+            "known": self.conditions,
+        }
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.file, json.dumps(content | {"tried": tried, "known": self.known}, indent=2))
+            replace_file(self.file, json.dumps(content, indent=2))
         except OSError as error:
             log.warning(
                 "the micro_batch_size found is not saved, so the next start searches again: %s: %s",
@@ -273,21 +297,21 @@ class MicroBatchCache:
 
 @dataclass
 class MicroBatchSearch:
-    """Finds the largest fitting micro-batch for one run. Every method is collective."""
+    """Finds the largest micro-batch that fits, for one run. Every method is collective."""
 
     config: RunConfig
     resolved: ResolvedSettings
     job: Job
     engine: Engine
     objective: Objective
-    loader: Callable[[BatchPlan], TrainLoader]
+    build_loader: Callable[[BatchPlan], TrainLoader]
     """Function that returns a loader of this rank's batches for a plan."""
-    cache: Path
-    """Folder of the results of earlier starts."""
+    cache_folder: Path
+    """The recipe's cache folder, for the results of earlier starts."""
     guess: int | None = None
-    """Estimate of the answer by the planner; `None` without one."""
+    """The planner's estimate of the largest size that fits; `None` without one."""
     limit: int | None = None
-    """Bytes that a rank may hold; `None` for the rank's share of its device."""
+    """Bytes that a rank may use; `None` for its share of the device's free memory and what it uses now."""
 
     def __post_init__(self) -> None:
         self._memory = PeakMemory(self.job.device, self.job.ranks.local_world_size)
@@ -297,7 +321,8 @@ class MicroBatchSearch:
         """Return the settings with a number in place of `auto`, and set the engine to it.
 
         Raises:
-            DeviceMemoryError: A trial took more memory than predicted; the next start begins below it.
+            RuntimeError, MemoryError, OSError: A trial ran out of memory, although its prediction fit; the
+                next start tries only smaller sizes.
             ConfigError: Memory cannot be measured on this system.
         """
         plan = self.resolved.batch_plan
@@ -309,98 +334,124 @@ class MicroBatchSearch:
         return found
 
     def find(self) -> int:
-        """Return the largest size that fits, from the cache or by trials."""
-        job = self.job
-        known = self._describe_conditions()
-        name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
-        kept = self._kept = MicroBatchCache(self.cache / FOLDER / f"{name}.json", known)
-        job.run_on_main_rank(kept.read)
-        kept.found, kept.needs, kept.trying = job.broadcast_object((kept.found, kept.needs, kept.trying))
+        """Return the largest size that fits, from the cache or by trials. Resets the engine's phase times."""
+        cache = self._cache = self._read_cache()
         candidates = self.resolved.batch_plan.candidates
+        if cache.found in candidates and self._has_room_for_cached():
+            self._log_on_main_rank(
+                f"micro_batch_size {cache.found}, found at an earlier start (to search again, delete "
+                f"{cache.file})"
+            )
+            return cache.found
         guess = self.guess
-        if kept.trying is not None:
-            self._tell(f"{kept.trying} ran out of memory at an earlier start, or was cut off ({kept.file})")
-            if smaller := [size for size in candidates if size < kept.trying]:
+        if cache.failed is not None:
+            self._log_on_main_rank(
+                f"micro_batch_size {cache.failed} ran out of memory or was interrupted at an earlier start "
+                f"({cache.file})"
+            )
+            if smaller := [size for size in candidates if size < cache.failed]:
                 candidates = smaller
             else:
                 guess = None  # try the smallest again and grow from there
-        if kept.found in candidates and self._fits_still():
-            self._tell(f"micro_batch_size {kept.found}, found before ({kept.file}; without it, found anew)")
-            return kept.found
         while (size := next_trial(candidates, self._tried, guess)) is not None:
             with self._record_trial(size):
                 self._tried[size] = self.measure(size)
-        self._begin()  # frees the memory of the last trial
+        self._begin_measurement()  # frees the memory of the last trial
         size = find_largest_fitting(self._tried) or min(self._tried)
-        if kept.trying is not None and fits_every_rank(self._tried[size]) and size >= kept.trying:
-            kept.trying = None  # it was cut off for another reason
-        kept.found = size
-        kept.needs = max(use.most for use in self._tried[size])
-        self._write()
-        self._tell(self._format_summary(size))
+        if cache.failed is not None and fits_every_rank(self._tried[size]) and size >= cache.failed:
+            cache.failed = None  # that trial was interrupted for another reason
+        cache.found = size
+        cache.needed_bytes = max(use.peak for use in self._tried[size])
+        self._write_cache()
+        self._log_on_main_rank(self._format_summary(size))
         if self.resolved.compile:
             reset_compilation(self.engine.module)
         self.engine.phases.restart()
         return size
 
-    def _write(self) -> None:
-        if self.job.ranks.is_main_process:
-            self._kept.write({str(size): max(use.most for use in uses) for size, uses in self._tried.items()})
+    def _read_cache(self) -> MicroBatchCache:
+        """Read the results of earlier starts under the same conditions, equal on all ranks."""
+        conditions = self._describe_conditions()
+        name = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:32]
+        cache = MicroBatchCache(self.cache_folder / CACHE_FOLDER / f"{name}.json", conditions)
+        self.job.run_on_main_rank(cache.read)
+        results = (cache.found, cache.needed_bytes, cache.failed)
+        cache.found, cache.needed_bytes, cache.failed = self.job.broadcast_object(results)
+        return cache
 
-    def _fits_still(self) -> bool:
-        """Return whether every rank's device has room for the memory measured at an earlier start."""
-        return all(self.job.gather_object(self._kept.needs <= TRIED_UP_TO * self._limit()))
+    def _write_cache(self) -> None:
+        if self.job.ranks.is_main_process:
+            peaks = {str(size): max(use.peak for use in uses) for size, uses in self._tried.items()}
+            self._cache.write(peaks)
+
+    def _has_room_for_cached(self) -> bool:
+        """Return whether every rank's device has room for the memory that the cached size needed.
+
+        If so, the size is used even if a trial failed later: less memory was free at that time.
+        """
+        return all(self.job.gather_object(self._cache.needed_bytes <= TRIAL_SHARE * self._read_limit()))
 
     def measure(self, size: int) -> list[MemoryUse]:
         """Run a trial step with micro-batches of this size, and return the memory of each rank.
 
-        Peaks are read where phases end. The optimizer's step needs the same memory for any number of rows, so
-        a single peak would hide the growth of the others.
+        Peaks are read where phases end. The optimizer's step needs the same memory for any number of rows. If
+        it needed the most, the peak of the whole step would not show how forward and backward grow.
+
+        Leaves the engine with this batch division.
         """
         engine = self.engine
         stages = self.resolved.split.pipeline_stages
         plan = self.resolved.batch_plan.with_micro_batch_size(size)
         # The second micro-batch adds to the first one's gradients; each pipeline stage needs one to be busy.
         count = min(plan.gradient_accumulation_steps, max(2, stages))
-        batches = self._batches(replace(plan, gradient_accumulation_steps=count))
+        batches = self._read_batches(replace(plan, gradient_accumulation_steps=count))
         engine.set_batch_division(size, count)
         seed_step(self.config.seed, 0, engine.seed_rank)
         if self.resolved.compile:  # compiling takes memory itself, so it comes before the measured step
             reset_compilation(engine.module)
-            engine.train_step(batches, self.objective, 0.0, 0, NOTHING_STAYS)
-        self._begin()
-        limit = self._limit()
-        began = self._memory.now()
-        most: dict[str, int] = {}
-        forward = 0
+            engine.train_step(batches, self.objective, 0.0, 0, REFUSE_STEP)
+        self._begin_measurement()
+        limit = self._read_limit()
+        before_forward = self._memory.read_current()
+        peaks: dict[str, int] = {}
+        forward_increase = 0
 
-        def ends(phase: str) -> None:
-            nonlocal began, forward
+        def read_peak(phase: str) -> None:
+            nonlocal before_forward, forward_increase
             peak = self._memory.read_and_reset()
-            most[phase] = max(most.get(phase, 0), peak)
+            peaks[phase] = max(peaks.get(phase, 0), peak)
             if phase == "forward":
-                forward = max(forward, peak - began)
+                forward_increase = max(forward_increase, peak - before_forward)
             elif phase != "communication":  # ZeRO 3 interrupts a forward to gather parameters
-                began = self._memory.now()
+                before_forward = self._memory.read_current()
 
-        with allocate_optimizer_states() as unmade, engine.phases.notify_phase_ends(ends):
-            engine.train_step(batches, self.objective, 0.0, 0, NOTHING_STAYS)
-        ends("other")
-        update = most.pop("optimizer", 0) + unmade[0]
-        work = max(most.values()) + unmade[0]
-        limit = min(limit, self._limit())  # NCCL allocates its buffers in the first step
-        return self.job.gather_object(MemoryUse(forward, work, update, limit))
+        with allocate_optimizer_states() as missing_bytes, engine.phases.notify_phase_ends(read_peak):
+            engine.train_step(batches, self.objective, 0.0, 0, REFUSE_STEP)
+        read_peak("other")
+        update_peak = peaks.pop("optimizer", 0) + missing_bytes[0]
+        use = MemoryUse(
+            forward_increase=forward_increase,
+            backward_peak=max(peaks.values()) + missing_bytes[0],
+            update_peak=update_peak,
+            limit=min(limit, self._read_limit()),  # NCCL allocates its buffers in the first step
+        )
+        return self.job.gather_object(use)
 
-    def _batches(self, plan: BatchPlan) -> list[Batch]:
-        """Read a group of real rows."""
-        loader = self.loader(plan)
+    def _read_batches(self, plan: BatchPlan) -> list[Batch]:
+        """Return the micro-batches of a step, with real rows."""
+        loader = self.build_loader(plan)
         config = self.config
-        looked_at = LOOKED_AT if ":" in config.data.kind else 1
-        groups = [loader.read_again(number * plan.global_batch_size) for number in range(looked_at)]
-        group = max(groups, key=_bytes_of)
+        num_groups = GROUPS_READ if ":" in config.data.kind else 1
+        groups = [loader.read_again(number * plan.global_batch_size) for number in range(num_groups)]
+        group = max(groups, key=_count_bytes)
         return group if config.model.neftune_alpha is None else add_noise_keys(group, config.seed, 0)
 
-    def _begin(self) -> None:
+    def _begin_measurement(self) -> None:
+        """Free unused memory and start a measurement.
+
+        Raises:
+            ConfigError: Memory cannot be measured on this system.
+        """
         try:
             self._memory.begin()
         except OSError as error:
@@ -408,67 +459,66 @@ class MicroBatchSearch:
                 f"batch.micro_batch_size: auto: memory cannot be measured here ({error}); give a number"
             ) from None
 
-    def _limit(self) -> int:
-        return self.limit or self._memory.limit()
+    def _read_limit(self) -> int:
+        return self.limit or self._memory.read_limit()
 
     @contextmanager
     def _record_trial(self, size: int) -> Iterator[None]:
         """Record a trial on the disk while it runs, so that the next start knows of one that never ended."""
-        kept = self._kept
+        cache = self._cache
         job = self.job
-        before = kept.trying
-        kept.trying = size
-        self._write()
+        failed_before = cache.failed
+        cache.failed = size
+        self._write_cache()
         job.barrier()
         try:
             yield
         except BaseException as error:
-            # A launcher sends SIGTERM if another rank has ended.
-            is_told = isinstance(error, Terminated) and job.ranks.world_size > 1
+            # A launcher sends SIGTERM if another rank has ended, which may have run out of memory.
+            is_by_launcher = isinstance(error, Terminated) and job.ranks.world_size > 1
             if is_out_of_memory(error):
                 log.warning(
-                    "micro_batch_size auto: the trial of %d ran out of memory; the same command starts "
-                    "below it (%s)",
+                    "batch.micro_batch_size: auto: the trial of %d ran out of memory; run the same command "
+                    "again, and it tries smaller sizes only (%s)",
                     size,
-                    kept.file,
+                    cache.file,
                 )
-            elif not is_told and not is_from_peers(error):
-                kept.trying = before
-                self._write()
+            elif not is_by_launcher and not is_from_peers(error):
+                cache.failed = failed_before
+                self._write_cache()
             raise
-        kept.trying = before
+        cache.failed = failed_before
 
-    def _tell(self, line: str) -> None:
+    def _log_on_main_rank(self, line: str) -> None:
         if self.job.ranks.is_main_process:
             log.info("%s", line)
 
     def _format_summary(self, size: int) -> str:
         """Return one line with the sizes tried, their memory and the choice."""
         limit = min(use.limit for use in self._tried[size])
-        tried = ", ".join(
-            f"{each} {max(use.most for use in uses) / GIB:.2f}" for each, uses in self._tried.items()
+        peaks = ", ".join(
+            f"{each} {max(use.peak for use in uses) / GIB:.2f}" for each, uses in self._tried.items()
         )
-        line = f"micro_batch_size {size}, found by trials (GiB of the fullest rank): {tried}; "
-        line += f"a step may take {MARGIN * limit / GIB:.2f} of {limit / GIB:.2f}"
+        line = f"micro_batch_size {size}, found by trials (GiB of the fullest rank): {peaks}; "
+        line += f"a step may take {USABLE_SHARE * limit / GIB:.2f} of {limit / GIB:.2f}"
         if not fits_every_rank(self._tried[size]):
-            line += "; this is the smallest size possible, and it takes more"
-        return f"{line}; kept in {self._kept.file}"
+            line += "; no smaller size is possible, and this one takes more"
+        return f"{line}; saved in {self._cache.file}"
 
     def _describe_conditions(self) -> dict[str, Any]:
-        """Return everything that the answer depends on, as JSON values; its hash names the cache file."""
+        """Return everything that the size depends on, as JSON values; their hash names the cache file."""
         config = self.config
         resolved = self.resolved
         device = self.job.device
-        smallest = self.loader(
-            replace(resolved.batch_plan.with_micro_batch_size(1), gradient_accumulation_steps=1)
-        )
-        (row,) = smallest.read_again(0)
-        name = "cpu"
-        memory = read_memory_usage().limit
+        single_row = replace(resolved.batch_plan.with_micro_batch_size(1), gradient_accumulation_steps=1)
+        (row,) = self.build_loader(single_row).read_again(0)
         if device.type == "cuda":
             card = torch.cuda.get_device_properties(device)
-            name = card.name
-            memory = card.total_memory
+            device_name = card.name
+            device_bytes = card.total_memory
+        else:
+            device_name = "cpu"
+            device_bytes = read_memory_usage().limit
         sections = ("model", "adapter", "objective", "optimizer")
         return config.model_dump(mode="json", include=set(sections)) | {
             "row": {key: describe_value(value) for key, value in row.items()},
@@ -478,12 +528,12 @@ class MicroBatchSearch:
             "tf32": resolved.tf32,
             "deepspeed": resolved.deepspeed,
             "samples": resolved.batch_plan.global_batch_size,
-            "device": name,
-            "memory_gib": round(memory / GIB, 1),
+            "device": device_name,
+            "memory_gib": round(device_bytes / GIB, 1),
             "limit": self.limit,
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "deepspeed")},
         }
 
 
-def _bytes_of(group: Sequence[Batch]) -> int:
+def _count_bytes(group: Sequence[Batch]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in iter_tensors(group))

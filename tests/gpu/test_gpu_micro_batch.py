@@ -8,7 +8,7 @@ from training.test_micro_batch import ANSWER, SAMPLES, train
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.training.micro_batch import MOST_TRIALS
+from pipeline.training.micro_batch import MAX_TRIALS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ def test_the_same_is_found_whatever_the_guess(tmp_path):
     for guess in (2 * ANSWER, ANSWER // 2):
         plan, curve, _, tried = train(job, None, "auto", tmp_path / str(guess), guess, limit)
         assert plan == given[0]
-        assert tried[0] <= MOST_TRIALS
+        assert tried[0] <= MAX_TRIALS
         for found, expected in zip(curve, given[1], strict=True):
             assert found[:2] == pytest.approx(expected[:2], rel=1e-5)  # sums in any order
 

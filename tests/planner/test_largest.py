@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.training.micro_batch import (
-    MARGIN,
-    MOST_TRIALS,
-    TRIED_UP_TO,
+    USABLE_SHARE,
+    MAX_TRIALS,
+    TRIAL_SHARE,
     MemoryUse,
     find_largest_fitting,
     next_trial,
@@ -43,13 +43,13 @@ def powers(most: int) -> list[int]:
 )
 def test_guesses_twice_too_large_and_half_too_small_end_at_the_same(held, row, update, candidates):
     """Every guess ends at the same size, and none tries what does not go into memory."""
-    answer = max((n for n in candidates if held + row * n <= MARGIN * LIMIT), default=None)
+    answer = max((n for n in candidates if held + row * n <= USABLE_SHARE * LIMIT), default=None)
     guesses = [None] if answer is None else [2 * answer, answer, max(1, answer // 2), None]
     for guess in guesses:
         found, tried = search(candidates, guess, [(held, row, update)])
         assert found == answer
-        assert len(tried) <= MOST_TRIALS
-        assert all(held + row * size <= TRIED_UP_TO * LIMIT for size in tried if size > candidates[0])
+        assert len(tried) <= MAX_TRIALS
+        assert all(held + row * size <= TRIAL_SHARE * LIMIT for size in tried if size > candidates[0])
 
 
 def test_the_rank_with_the_least_room_decides():
@@ -69,7 +69,7 @@ def test_an_update_that_takes_more_than_small_batches_hides_nothing():
 def test_a_guess_that_is_far_too_large_is_come_back_from(guess):
     """A quarter of it is tried first, and where that fits memory but not the margin, smaller ones."""
     found, tried = search(powers(11), guess, [(10_000, 4_000, 0)])
-    assert (found, len(tried) <= MOST_TRIALS) == (8, True)
+    assert (found, len(tried) <= MAX_TRIALS) == (8, True)
 
 
 def test_where_not_even_the_smallest_fits_it_is_the_last_that_is_tried():

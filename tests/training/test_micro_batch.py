@@ -27,7 +27,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
-from pipeline.training.micro_batch import MARGIN, MOST_TRIALS, MicroBatchSearch
+from pipeline.training.micro_batch import USABLE_SHARE, MAX_TRIALS, MicroBatchSearch
 
 pytestmark = pytest.mark.slow
 
@@ -82,9 +82,9 @@ def train(
         limit,
     )
     if calibrates:
-        most = [max(use.most for use in search.measure(size)) for size in (1, ANSWER, 2 * ANSWER)]
+        most = [max(use.peak for use in search.measure(size)) for size in (1, ANSWER, 2 * ANSWER)]
         engine.close()
-        return int((most[1] + most[2]) / 2 / MARGIN)
+        return int((most[1] + most[2]) / 2 / USABLE_SHARE)
     plan = search.resolve_auto().batch_plan
     loader = build_loader(config, plan, data, engine)
     curve = []
@@ -124,7 +124,7 @@ def test_the_same_is_found_whatever_the_guess_and_nothing_of_the_search_stays(ra
             assert is_plan
             assert is_curve
             assert is_kept
-            assert num_tried <= MOST_TRIALS
+            assert num_tried <= MAX_TRIALS
 
 
 def started(folder: Path, guess: int | None = None):
@@ -139,10 +139,14 @@ def test_the_next_start_knows(tmp_path, caplog):
     caplog.clear()
     assert started(tmp_path).micro_batch_size == SAMPLES
     (file,) = tmp_path.rglob("*.json")
-    assert f"micro_batch_size {SAMPLES}, found before ({file}" in caplog.text
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"found": None, "trying": 4}))
+    assert f"micro_batch_size {SAMPLES}, found at an earlier start (to search again, delete {file})" in caplog.text
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"trying": 4}))
+    caplog.clear()
+    assert started(tmp_path).micro_batch_size == SAMPLES, "a smaller size's interrupted trial does not matter"
+    assert "found at an earlier start" in caplog.text
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"found": None}))
     assert started(tmp_path).micro_batch_size == 2
-    assert "4 ran out of memory at an earlier start, or was cut off" in caplog.text
+    assert "micro_batch_size 4 ran out of memory or was interrupted at an earlier start" in caplog.text
     file.write_text(json.dumps(json.loads(file.read_text()) | {"found": None, "trying": 1}))
     caplog.clear()
     found = started(tmp_path, guess=4 * SAMPLES)
@@ -156,8 +160,8 @@ def test_a_trial_that_runs_out_of_memory_is_known_to_the_next_start(tmp_path, mo
             raise torch.OutOfMemoryError("CUDA out of memory")
         return load(self, plan)
 
-    load = MicroBatchSearch._batches
-    monkeypatch.setattr(MicroBatchSearch, "_batches", fail)
+    load = MicroBatchSearch._read_batches
+    monkeypatch.setattr(MicroBatchSearch, "_read_batches", fail)
     with pytest.raises(torch.OutOfMemoryError):
         started(tmp_path)
     monkeypatch.undo()
@@ -197,4 +201,4 @@ def test_a_run_keeps_to_the_limit_of_its_cgroup(tmp_path, world_size):
     line = next(line for line in told if line.startswith("micro_batch_size"))
     found = json.loads((tmp_path / "run/split.json").read_text())["micro_batch_size"]
     assert 1 < found < 64, line
-    assert 1 < len(re.findall(r"\d+ \d+\.\d\d[,;]", line)) <= MOST_TRIALS
+    assert 1 < len(re.findall(r"\d+ \d+\.\d\d[,;]", line)) <= MAX_TRIALS
