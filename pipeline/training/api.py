@@ -1,4 +1,4 @@
-"""The class Run, which builds, steps, evaluates and saves a run. `launch/train.py` is written on it.
+"""The class Run, which builds, steps, evaluates and saves a run. The command `train` uses it, too.
 
 The functions `evaluate`, `generate` and `export` need only a checkpoint.
 
@@ -41,6 +41,7 @@ from pipeline.evaluation import from_checkpoint
 from pipeline.evaluation.samples import TEMPERATURE, generate_text, sample_text, uses_chat_template
 from pipeline.files import replace_file
 from pipeline.models.generation import GenerationSettings
+from pipeline.monitoring.events import Event
 from pipeline.monitoring.logs import log_to_console, log_to_file
 from pipeline.monitoring.profiler import build_profiler, snapshot_if_profiling
 from pipeline.monitoring.report.page import report_killed_run
@@ -65,23 +66,30 @@ from pipeline.training.expectation import forecast_on_this_machine
 from pipeline.training.loop import GcFreezer, RunComponents, Step, TrainLoop
 from pipeline.training.run_directory import agree_on_run_directory, write_split
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class JobContext:
-    """One process of the job with its data, and with the run's directory once there is one."""
+    """One process of the job with its data. `Run` sets the directory, and `run_rank` sets `has_trained`."""
 
     job: Job
+    """Ranks and device of this process."""
     data: DataBundle
+    """Data of the run."""
     directory: Path | None = None
-    made: tuple[Path, ...] = ()
+    """Directory of the run; `None` before it is chosen."""
+    created_folders: tuple[Path, ...] = ()
     """Folders that this process created for the run, innermost first."""
     has_trained: bool = False
-    """Whether the run has completed a step."""
+    """Whether the run has completed a step. Set when training ends."""
 
 
 @tag_errors(Phase.DATA)
 def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> JobContext:
     """Prepare the data and join the process group. Collective.
+
+    Before that, this sets up logging to the console and checks what can be checked without a process group.
 
     Args:
         settings: From `load_settings`.
@@ -90,10 +98,12 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
             code; `None` without DeepSpeed.
 
     Raises:
-        PipelineError: The JSON or the data cannot be used, or some ranks did not join in time.
+        PipelineError: Something in the recipe, the JSON or the data cannot be used, or some ranks did not
+            join in time.
     """
-    if (variable := settings.config.notify.webhook_env) is not None:
-        declare_secret_variable(variable)
+    webhook_variable = settings.config.notify.webhook_env
+    if webhook_variable is not None:
+        declare_secret_variable(webhook_variable)
     log_to_console(ranks, settings.config.log.console)
     raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
     choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed chooses one by itself
@@ -109,19 +119,16 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
     # Prepare data before the process group exists: it may take longer than the group's timeout. The rank
     # that gets the file lock prepares; the others wait for the lock, not in a collective.
     data = prepare_data(settings.config.data)
-    waits = settings.config.distributed
+    section = settings.config.distributed
     job = start_job(
         ranks,
         distributed=settings.deepspeed is not None or ranks.world_size > 1,
-        timeout=timedelta(seconds=waits.timeout_seconds),
-        bind_to_cores=waits.bind_cores,
+        timeout=timedelta(seconds=section.timeout_seconds),
+        bind_to_cores=section.bind_cores,
     )
     if ranks.world_size > 1:
-        job.start_watchdog(waits)
+        job.start_watchdog(section)
     return JobContext(job, data)
-
-
-log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -140,10 +147,10 @@ def explain_failures(
     try:
         yield
     except Exception as error:
-        mistake = None if isinstance(error, PipelineError) else explain_failure(error, device, advise)
-        if mistake is None:
+        explained = None if isinstance(error, PipelineError) else explain_failure(error, device, advise)
+        if explained is None:
             raise
-        raise mistake from error
+        raise explained from error
 
 
 class Run:
@@ -158,11 +165,11 @@ class Run:
 
     Args:
         settings: From `load_settings`.
-        joined: Result of `join_job` if the process has already joined its job. The caller then also leaves
-            the process group.
+        joined: Result of `join_job` if the process has already joined its job. Its fields about the directory
+            are set here. The caller closes the engine and leaves the process group; `Run` does neither.
 
     Raises:
-        PipelineError: Something the user gave cannot be used. The subclass tells what: ConfigError,
+        PipelineError: Something the user gave cannot be used. The subclass says what: ConfigError,
             DataError, ModelError, CheckpointError or LaunchError.
         DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed. Every method raises
             these, too.
@@ -170,62 +177,46 @@ class Run:
 
     def __init__(self, settings: Settings, joined: JobContext | None = None):
         self._stack = ExitStack()
-        leaves = joined is None
-        # A run in a notebook did not begin with its process.
-        began = time.perf_counter() - (0.0 if leaves else process_age())
+        self._sample: str | None = None
+        owns_job = joined is None
+        # In a notebook the process is older than the run.
+        start_time = time.perf_counter() - (0.0 if owns_job else process_age())
+        # If the constructor fails, the stack undoes what was done so far, last first.
         with ExitStack() as stack:
             if joined is None:
-                ranks = read_ranks(os.environ)
-                expected = settings.resolve_before_torch(ranks.world_size)
-                if ranks.world_size > 1:
-                    stop_with_launcher(ranks)
-                joined = join_job(settings, ranks, expected.deepspeed)
-                stack.push(partial(_leave, joined.job))
+                joined = _join_own_job(settings)
+                stack.push(partial(_leave_job, joined.job))
             self._settings = settings
             self._job = joined.job
             self._data = joined.data
-            self._explained = partial(explain_failures, self._job.device)
+            self._explain = partial(explain_failures, self._job.device)
             self._advice = TrainingAdvice(settings, self._job, read_memory_usage().resident)
-            stack.enter_context(self._explained(self._advice))
-            self._advice.plan = partial(forecast_on_this_machine, self._job, self._data)
+            stack.enter_context(self._explain(self._advice))
+            self._advice.forecast = partial(forecast_on_this_machine, self._job, self._data)
             config = settings.config
             resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))
             check_same_data(self._job, self._data, is_custom=":" in config.data.kind)
-            known = {
+            split = {
                 "data": self._data.fingerprint,
                 "global_batch_size": resolved.batch_plan.global_batch_size,
                 "deepspeed": resolved.deepspeed,
                 "world_size": self._job.ranks.world_size,
                 "tf32": resolved.tf32,
             }
-            self._directory, lock, made = agree_on_run_directory(config, known, self._job)
-            joined.directory = self._directory
-            joined.made = made
-            if lock is not None:
-                stack.callback(lock.release)
-            advise = self._advice.advise_on_killed
-            killed = report_killed_run(self._directory, advise) if lock is not None else None
-            stack.push(self._mark_finished)
-            log_to_file(self._directory, self._job.ranks)
-            if self._job.ranks.is_main_process:
-                record_processes(self._directory, self._job.rank_processes)
-            if self._job.watchdog is not None:
-                tell = partial(notify_failure, config.notify, self._directory.resolve().name)
-                self._job.watchdog.set_run_dir(self._directory, tell)
-                self._job.watchdog.set_memory_advice(advise)
-            long_lived = stack.enter_context(GcFreezer())
+            killed_event = self._open_directory(joined, split, stack)
+            gc_freezer = stack.enter_context(GcFreezer())
             stack.enter_context(snapshot_if_profiling(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
-            self._advice.states = partial(count_tensor_bytes, self._parts.engine)
+            self._advice.count_states = partial(count_tensor_bytes, self._parts.engine)
             if resolved.batch_plan.is_provisional:
-                resolved = self._record_micro_batch(known)
-            self._parts.meters.set_start_time(began)
-            if leaves:
+                resolved = self._record_micro_batch(split)
+            self._parts.meters.set_start_time(start_time)
+            if owns_job:
                 stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)
             stack.enter_context(self._parts.trackers)
-            if killed is not None:
-                self._parts.trackers.tell(self._parts.start.global_step, killed)
+            if killed_event is not None:
+                self._parts.trackers.tell(self._parts.start.global_step, killed_event)
             profiler = build_profiler(
                 config,
                 self._directory,
@@ -234,20 +225,49 @@ class Run:
                 tell=self._parts.trackers.tell,
             )
             profiled = stack.enter_context(profiler)
-            self._loop = stack.enter_context(TrainLoop(self._parts, long_lived, profiled))
-            self._sample: str | None = None
-            self._asks = uses_chat_template(config.data, self._data.tokenizer)
+            self._loop = stack.enter_context(TrainLoop(self._parts, gc_freezer, profiled))
+            self._has_chat_template = uses_chat_template(config.data, self._data.tokenizer)
             print_run_banner(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
 
-    def _record_micro_batch(self, known: dict[str, Any]) -> ResolvedSettings:
-        """Return the settings with the micro-batch that was found, and record it in the run's directory."""
+    def _open_directory(self, joined: JobContext, split: dict[str, Any], stack: ExitStack) -> Event | None:
+        """Choose and lock the run's directory, and point logs and the watchdog to it.
+
+        Args:
+            joined: Receives the directory and the folders that were created.
+            split: Content of split.json.
+            stack: Receives the callbacks that release the lock and write summary.json at the end.
+
+        Returns:
+            An event if the run's last process was killed, on rank 0; else `None`.
+        """
+        config = self._settings.config
+        self._directory, lock, created_folders = agree_on_run_directory(config, split, self._job)
+        joined.directory = self._directory
+        joined.created_folders = created_folders
+        advise = self._advice.advise_on_killed
+        killed_event = None
+        if lock is not None:
+            stack.callback(lock.release)
+            killed_event = report_killed_run(self._directory, advise)
+        stack.push(self._mark_finished)
+        log_to_file(self._directory, self._job.ranks)
+        if self._job.ranks.is_main_process:
+            record_processes(self._directory, self._job.rank_processes)
+        if self._job.watchdog is not None:
+            notify = partial(notify_failure, config.notify, self._directory.resolve().name)
+            self._job.watchdog.set_run_dir(self._directory, notify)
+            self._job.watchdog.set_memory_advice(advise)
+        return killed_event
+
+    def _record_micro_batch(self, split: dict[str, Any]) -> ResolvedSettings:
+        """Return the settings with the micro-batch that was found, and write it to split.json."""
         resolved = self._parts.resolved
-        found = resolved.batch_plan.micro_batch_size
-        self._advice.settings = self._settings.with_micro_batch_size(found)
-        known |= {"deepspeed": resolved.deepspeed, "micro_batch_size": found}
+        micro_batch_size = resolved.batch_plan.micro_batch_size
+        self._advice.settings = self._settings.with_micro_batch_size(micro_batch_size)
         if self.is_main_process:
-            write_split(self._directory, known)
+            found = {"deepspeed": resolved.deepspeed, "micro_batch_size": micro_batch_size}
+            write_split(self._directory, split | found)
         return resolved
 
     @property
@@ -257,7 +277,7 @@ class Run:
 
     @property
     def is_main_process(self) -> bool:
-        """Return whether this is rank 0."""
+        """Whether this process is rank 0."""
         return self._job.ranks.is_main_process
 
     @property
@@ -277,7 +297,7 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The model without any wrapper, or this rank's part of it. Valid until the run is closed."""
+        """The model without any wrapper, or this rank's shard of it. Valid until the run is closed."""
         return self._parts.engine.module
 
     def step(self) -> Step | None:
@@ -290,18 +310,18 @@ class Run:
 
         Raises:
             NonFiniteLossError: Too many steps in a row had an infinite or NaN gradient.
-            PipelineError: Something else that the user gave does not work, such as a row of the data.
+            PipelineError: Something else that the user gave cannot be used, such as a row of the data.
         """
-        with self._explained(self._advice):
+        with self._explain(self._advice):
             return self._loop.step()
 
     def train(self) -> None:
         """Make all remaining steps, or those until a stop (`stopped_by`). Raises the errors of `step`."""
-        with self._explained(self._advice):
+        with self._explain(self._advice):
             self._loop.train()
 
     def evaluate(self) -> dict[str, float] | None:
-        """Evaluate the current weights on the held-out data, and log the row if it is new.
+        """Evaluate the current weights on the held-out data and log the row, unless this was already done.
 
         Returns:
             The row (`eval/loss` ...); `None` if all ranks agreed to stop before the evaluation ended.
@@ -314,7 +334,7 @@ class Run:
                 "data: nothing is held out to evaluate on; data.eval_fraction=0.1 holds out a tenth of the "
                 "documents"
             )
-        with self._explained(self._advice):
+        with self._explain(self._advice):
             return self._loop.evaluate()
 
     def generate(
@@ -332,20 +352,20 @@ class Run:
         settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
         engine = self._parts.engine
         tokenizer = self._data.tokenizer
-        with self._explained(partial(advise_on_generation, max_new_tokens)):
-            return generate_text(engine, tokenizer, prompt, settings, is_question=self._asks)
+        with self._explain(partial(advise_on_generation, max_new_tokens)):
+            return generate_text(engine, tokenizer, prompt, settings, is_question=self._has_chat_template)
 
     def sample(self) -> str | None:
-        """Return the prompt of the section `sample` with the model's continuation; summary.json has it too.
+        """Generate the recipe's sample (section `sample`). It is also stored in summary.json.
 
         Returns:
-            `None` if the recipe asks for no sample or the model writes no text.
+            Prompt and continuation; `None` if the recipe asks for no sample or the model writes no text.
         """
         config = self._settings.config
         tokenizer = self._data.tokenizer
         if tokenizer is not None and config.sample.max_new_tokens:
             engine = self._parts.engine
-            with self._explained(partial(advise_on_generation, config.sample.max_new_tokens)):
+            with self._explain(partial(advise_on_generation, config.sample.max_new_tokens)):
                 sample = sample_text(engine, self._data, config)
                 self._sample = None if sample is None else sample.prompt + sample.text
         return self._sample
@@ -354,15 +374,16 @@ class Run:
         """Save a checkpoint of this step unless it exists, wait until it is on the disk, return its folder.
 
         Raises:
-            CheckpointError: It cannot be written, or the run has made no step yet.
+            CheckpointError: The checkpoint cannot be written, or the run has made no step yet.
         """
-        with self._explained(self._advice):
+        with self._explain(self._advice):
             return self._loop.save()
 
     def close(self) -> None:
-        """End the run: wait for a pending save, write summary.json, unlock the directory, leave the group.
+        """End the run: wait for a pending save, write summary.json, unlock the directory, leave the job.
 
-        Only a finished run gets a summary.json. A second call does nothing.
+        Only a finished run gets a summary.json. The job is left only if the run joined it itself. A second
+        call does nothing.
         """
         self.__exit__(None, None, None)
 
@@ -372,9 +393,9 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the run as `close` does. After an exception, wait for nothing.
+        """End the run as `close` does. After an exception this waits for nothing.
 
-        With several ranks, none leaves the process group after an exception; their processes have to exit.
+        With several ranks, no rank leaves the process group after an exception; the processes must exit.
         """
         stack = self._stack
         self._stack = ExitStack()
@@ -396,7 +417,7 @@ class Run:
             summary["stopped_early"] = self._loop.stopped_early
         try:
             replace_file(self.directory / "summary.json", json.dumps(summary, indent=2))
-        except OSError as problem:  # the last checkpoint is complete
+        except OSError as problem:  # only a warning, because the last checkpoint is complete
             log.warning("summary.json cannot be written, so this run looks unfinished: %s", problem)
 
 
@@ -405,7 +426,16 @@ def _close_engine(parts: RunComponents, kind: object, error: BaseException | Non
         parts.engine.close()
 
 
-def _leave(job: Job, kind: object, error: BaseException | None, trace: object) -> None:
+def _join_own_job(settings: Settings) -> JobContext:
+    """Join the job that the launcher's environment describes, or a job of this process alone."""
+    ranks = read_ranks(os.environ)
+    expected = settings.resolve_before_torch(ranks.world_size)
+    if ranks.world_size > 1:
+        stop_with_launcher(ranks)
+    return join_job(settings, ranks, expected.deepspeed)
+
+
+def _leave_job(job: Job, kind: object, error: BaseException | None, trace: object) -> None:
     if error is None:
         job.barrier()
     if error is None or job.ranks.world_size == 1:
@@ -415,13 +445,15 @@ def _leave(job: Job, kind: object, error: BaseException | None, trace: object) -
 def evaluate(
     run: str | Path, overrides: Sequence[str] = (), *, step: str | int = "last", import_paths: bool = True
 ) -> dict[str, float]:
-    """Evaluate a checkpoint in one process, whatever its split, and return the row the run would write.
+    """Evaluate a checkpoint in one process, and return the row that the run would write.
+
+    The checkpoint may come from any split.
 
     Args:
         run: Run directory, or one of its checkpoints.
-        overrides: `key=value` of data, eval, loader and batch.
+        overrides: `key=value` of the sections data, eval, loader and batch.
         step: Checkpoint of the run: a step, `last` or `best`.
-        import_paths: Whether the run's recipe may name code to run.
+        import_paths: Whether code that the run's recipe names may be imported and run.
 
     Raises:
         ConfigError: An override is not allowed or not valid.
@@ -433,8 +465,8 @@ def evaluate(
     opened = from_checkpoint.open_trained_run(Path(run), step, overrides, import_paths)
     data = from_checkpoint.read_data(opened)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    remedies = partial(advise_on_evaluation, opened.micro_batch_size, opened.sequence_length)
-    with explain_failures(job.device, remedies):
+    advise = partial(advise_on_evaluation, opened.micro_batch_size, opened.sequence_length)
+    with explain_failures(job.device, advise):
         return from_checkpoint.evaluate(opened, job, data)
 
 
@@ -456,17 +488,17 @@ def generate(
     Args:
         run: Run directory, or one of its checkpoints.
         prompt: Text to continue, or a question to answer.
-        overrides: `key=value` of data, eval, loader and batch.
+        overrides: `key=value` of the sections data, eval, loader and batch.
         step: Checkpoint of the run: a step, `last` or `best`.
-        max_new_tokens: Most tokens to generate.
+        max_new_tokens: Maximum number of tokens to generate.
         temperature: Divisor of the logits; 0 always takes the likeliest token.
         seed: Seed of the sampling.
-        import_paths: Whether the run's recipe may name code to run.
+        import_paths: Whether code that the run's recipe names may be imported and run.
 
     Raises:
         ConfigError: An override is not allowed or not valid.
         ModelError: The model is no language model, or the prompt is longer than its context.
-        CheckpointError: The weights are damaged.
+        CheckpointError: The checkpoint does not exist, or its weights are damaged.
         DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed.
     """
     opened = from_checkpoint.open_trained_run(Path(run), step, overrides, import_paths)

@@ -66,7 +66,7 @@ def run_rank(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
         return _run(settings, begun)
     except PipelineError as error:
         if begun is not None and isinstance(error, REFUSALS) and not begun.has_trained:
-            remove_created_folders(begun.made)
+            remove_created_folders(begun.created_folders)
         if isinstance(error, (DeviceMemoryError, DeviceFailedError)):
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
         return _end_with_failure(begun, ranks, f"error: {error}", error.exit_code)

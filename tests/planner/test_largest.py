@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.training.micro_batch import (
-    USABLE_SHARE,
     MAX_TRIALS,
     TRIAL_SHARE,
+    USABLE_SHARE,
     MemoryUse,
     find_largest_fitting,
     next_trial,

@@ -27,7 +27,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
-from pipeline.training.micro_batch import USABLE_SHARE, MAX_TRIALS, MicroBatchSearch
+from pipeline.training.micro_batch import MAX_TRIALS, USABLE_SHARE, MicroBatchSearch
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +139,10 @@ def test_the_next_start_knows(tmp_path, caplog):
     caplog.clear()
     assert started(tmp_path).micro_batch_size == SAMPLES
     (file,) = tmp_path.rglob("*.json")
-    assert f"micro_batch_size {SAMPLES}, found at an earlier start (to search again, delete {file})" in caplog.text
+    assert (
+        f"micro_batch_size {SAMPLES}, found at an earlier start (to search again, delete {file})"
+        in caplog.text
+    )
     file.write_text(json.dumps(json.loads(file.read_text()) | {"trying": 4}))
     caplog.clear()
     assert started(tmp_path).micro_batch_size == SAMPLES, "a smaller size's interrupted trial does not matter"
