@@ -71,10 +71,10 @@ def test_a_plan_that_fails_hides_no_error():
 
     settings = load_settings(ROOT / "launch" / "recipes" / "python_stdlib.yaml", None, [])
     found = explain_failure(
-        torch.OutOfMemoryError(CUDA), torch.device("cuda"), TrainingAdvice(settings, JOB, plan=fail)
+        torch.OutOfMemoryError(CUDA), torch.device("cuda"), TrainingAdvice(settings, JOB, forecast=fail)
     )
     assert isinstance(found, DeviceMemoryError)
-    assert "the plan had said" not in str(found)
+    assert "the plan expected" not in str(found)
 
 
 def test_what_was_held_what_was_planned_and_changes_with_their_gains():
@@ -88,23 +88,24 @@ def test_what_was_held_what_was_planned_and_changes_with_their_gains():
     advice = TrainingAdvice(
         settings,
         job,
-        states=lambda kind: held,
-        plan=lambda changed: forecast(changed, model, place),
+        count_states=lambda kind: held,
+        forecast=lambda changed: forecast(changed, model, place),
     )
     found = advice(MemoryShortage("cpu"))
     assert found.facts[0].startswith(
-        "held: 10.00 GiB parameters, 5.00 GiB gradients, 20.00 GiB optimizer, 1.00 GiB engine's buffers"
+        "this rank's memory: 10.00 GiB parameters, 5.00 GiB gradients, 20.00 GiB optimizer, "
+        "1.00 GiB engine's buffers"
     )
-    assert re.fullmatch(r"the plan had said [\d.]+ GiB of 2.00 GiB", found.facts[1])
-    assert found.doing == " at micro_batch_size 64"
+    assert re.fullmatch(r"the plan expected [\d.]+ GiB of 2.00 GiB", found.facts[1])
+    assert found.circumstances == " at micro_batch_size 64"
     now = forecast(settings, model, place)
-    for lever in found.levers:
+    for lever in found.changes:
         words, gain = re.fullmatch(r"(.*?) \(-([\d.]+ [GM]iB), .*\)", lever).groups()
         changed = settings.with_arguments(words.split())
         assert format_bytes(now.peak - forecast(changed, model, place).peak) == gain
         if "sequence_length" not in words:
             assert changed.resolve(2, Device.cpu()).batch_plan.global_batch_size == 128
-    assert len({lever.partition("=")[0] for lever in found.levers}) == 3
+    assert len({lever.partition("=")[0] for lever in found.changes}) == 3
 
 
 def test_the_hosts_memory_beside_a_gpu_has_levers_of_its_own():
@@ -167,7 +168,7 @@ def test_where_in_the_run(tmp_path, monkeypatch, where, told):
     with pytest.raises(DeviceMemoryError, match=f"out of memory on cpu {told}") as caught:
         train()
     has_engine = where != "model"
-    assert ("held: 0 KiB parameters" in str(caught.value)) == has_engine
+    assert ("this rank's memory: 0 KiB parameters" in str(caught.value)) == has_engine
 
 
 @pytest.mark.parametrize(
@@ -280,4 +281,4 @@ def test_one_that_loads_no_model(evaluated, monkeypatch, capsys, tmp_path):
     assert "out of memory on cpu while weights are read, at" in error_in(capsys.readouterr().err)
     monkeypatch.setattr("pipeline.cli.checkpoints.find_run_directory", no_room)
     assert main(["checkpoints", str(evaluated[1]), "verify"]) == 12
-    assert "What helps, most first: an end to what else" in error_in(capsys.readouterr().err)
+    assert "What helps, most first: to end other processes" in error_in(capsys.readouterr().err)

@@ -43,7 +43,9 @@ def test_a_run_that_is_out_of_memory_trains_with_what_it_says(tmp_path):
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: out of memory on cpu in the forward at micro_batch_size 8, at ")
     assert "asked for 96 MiB, it used" in line
-    assert re.search(r"this process may use .* GiB \(ulimit -d\); held: .*MiB activations", line)
+    assert re.search(
+        r"this process may use .* GiB \(ulimit -d\); this rank's memory: .*MiB activations", line
+    )
     words = advice(line)
     assert words == ["batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2"]
     result = launch(*arguments, *words, **FAULTS)
@@ -60,7 +62,7 @@ def test_so_does_one_on_a_gpu(tmp_path):
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert re.match(r"error: out of memory on cuda(:0)? in the forward at micro_batch_size 8, at ", line)
     assert "asked for 96.00 MiB" in line
-    assert re.search(r"held: .* 576 MiB activations and temporaries", line)
+    assert re.search(r"this rank's memory: .* 576 MiB activations and temporaries", line)
     words = advice(line)
     assert words[0] == "batch.micro_batch_size=4"
     result = launch(*arguments, *words, **FAULTS | cuda)
