@@ -31,27 +31,31 @@ def print_run_banner(
     settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path
 ) -> None:
     """Log the banner, one line for each entry, with the texts aligned."""
-    for name, text in banner_lines(settings, resolved, parts, directory):
+    for name, text in generate_banner_lines(settings, resolved, parts, directory):
         log.info("%s", f"{name:<10}  {text}")
 
 
-def banner_lines(
+def generate_banner_lines(
     settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path
 ) -> Iterator[tuple[str, str]]:
     """Yield name and text of each line of the banner."""
     job = parts.job
     engine = parts.engine
     data = settings.config.data
-    own = [(count_elements(p), p.requires_grad) for p in engine.module.parameters()]
-    share = sum(n for n, trains in own if trains) / max(1, sum(n for n, _ in own))  # of this rank's part
-    frozen = f", {share:.1%} of them trained" if share < 1 else ""
+    # Of this rank's shard, which has about the same share of trained parameters as the whole model.
+    parameters = list(engine.module.parameters())
+    num_elements = sum(count_elements(parameter) for parameter in parameters)
+    num_trained = sum(count_elements(parameter) for parameter in parameters if parameter.requires_grad)
+    trained_share = num_trained / max(1, num_elements)
+    trained = f", {trained_share:.1%} of them trained" if trained_share < 1 else ""
     model = settings.config.model
     language = model.language_model
     name = model.kind if language is None else language.architecture or language.pretrained or model.kind
-    yield "model", f"{name}, {engine.num_parameters:,} parameters{frozen}"
-    if (adapter := settings.config.adapter) is not None:
-        whence = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
-        rate = f"learning rate {parts.learning_rate.peak:.2e}{whence}"
+    yield "model", f"{name}, {engine.num_parameters:,} parameters{trained}"
+    adapter = settings.config.adapter
+    if adapter is not None:
+        origin = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
+        rate = f"learning rate {parts.learning_rate.peak:.2e}{origin}"
         yield "adapter", f"{adapter.kind}{_describe_base(adapter, engine)}; {rate}"
     file = f" ({settings.deepspeed_path})" if settings.deepspeed_path is not None else ""
     ranks = f"{job.ranks.world_size} rank{'s' * (job.ranks.world_size > 1)} on {job.device.type}"
@@ -70,23 +74,26 @@ def banner_lines(
 
 def _describe_base(adapter: AdapterConfig, engine: Engine) -> str:
     """Return dtype and size of an adapter's base; empty if the base has the precision of the run."""
-    values, num_bytes = measure_reduced_base(engine.module)
-    if not values:
+    num_weights, num_bytes = measure_reduced_base(engine.module)
+    if not num_weights:
         return ""
     dtype = adapter.quantize or engine.precision
-    each = num_bytes / values
-    return f" over a base in {dtype} ({values:,} weights in {format_bytes(num_bytes)}, {each:.3f} bytes each)"
+    size = f"{num_weights:,} weights in {format_bytes(num_bytes)}, {num_bytes / num_weights:.3f} bytes each"
+    return f" over a base in {dtype} ({size})"
 
 
 def format_device_memory(device: torch.device) -> str:
-    """Return free and total memory of the GPU, or of the machine if the run computes on a CPU."""
+    """Return free and total memory of the GPU, or of the machine if the run computes on a CPU.
+
+    Memory that this process has reserved on the GPU counts as free.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_reserved(device)  # by the model, which is already built
-        return f"{format_bytes(free + own)} free of the GPU's {format_bytes(total)}"
-    now = read_memory_usage()
-    owner = "cgroup" if now.by_cgroup else "machine"
-    return f"{format_bytes(available_memory())} free of the {owner}'s {format_bytes(now.limit)}"
+        reserved = torch.cuda.memory_reserved(device)  # by the model, which is already built
+        return f"{format_bytes(free + reserved)} free of the GPU's {format_bytes(total)}"
+    usage = read_memory_usage()
+    owner = "cgroup" if usage.by_cgroup else "machine"
+    return f"{format_bytes(available_memory())} free of the {owner}'s {format_bytes(usage.limit)}"
 
 
 def warn_about_choices(
@@ -94,21 +101,23 @@ def warn_about_choices(
 ) -> None:
     """Log warnings about a slow precision, a schedule that hardly fits the run, and too little data."""
     device = describe_device(job.device)
-    if (slow := resolved.warn_of_slow_precision(device)) is not None:
-        log.warning("%s", slow)
-    for line in filter(
-        None, (describe_missed_peak(config.schedule, max_steps), describe_data_shortage(loader))
-    ):
-        log.warning("%s", line)
+    warnings = (
+        resolved.warn_of_slow_precision(device),
+        describe_missed_peak(config.schedule, max_steps),
+        describe_data_shortage(loader),
+    )
+    for warning in warnings:
+        if warning is not None:
+            log.warning("%s", warning)
 
 
 def describe_data_shortage(loader: TrainLoader) -> str | None:
     """Return a warning if a single step reads more samples than the training data has, else `None`."""
     samples = loader.samples_per_epoch
-    step = loader.global_batch_size
-    if samples >= step:
+    batch = loader.global_batch_size
+    if samples >= batch:
         return None
     return (
-        f"the training data has {samples} samples and a step takes {step}: each step sees some of them more "
-        "than once; add data, or lower batch.global_batch_size"
+        f"the training data has {samples} samples and a step takes {batch}: each step reads some of them "
+        "more than once; add data, or lower batch.global_batch_size"
     )

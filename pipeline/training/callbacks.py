@@ -224,7 +224,7 @@ class CallbackRunner:
         self._sent |= requests
         return set(self._job.broadcast_object(sorted(requests)))
 
-    def to_send(self) -> set[str]:
+    def take_requests(self) -> set[str]:
         """Return the requests that go with the flags of the next step. Empty on other ranks."""
         new = self._open - self._sent
         self._sent |= new

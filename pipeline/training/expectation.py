@@ -29,50 +29,52 @@ from pipeline.planner.timing import TIME_TOLERANCE
 
 log = logging.getLogger(__name__)
 
-LEAST_ROWS = 3
-"""Number of rows with a speed that a comparison needs; the first row includes compilation."""
+MIN_ROWS = 3
+"""Minimum number of rows for a comparison of the speed, besides the first, which includes compilation."""
 
 
 class Expectation:
     """Compares the measured memory and speed of a run with its forecast.
 
     Args:
-        found: Forecast of the run; `None` if the formulas do not cover it.
+        forecast: Forecast of the run; `None` if the formulas do not cover it.
         length: Tokens in a row of data; `None` if rows have no fixed length.
-        before: Peak resident memory of the process before its first step, in GiB.
+        peak_before_gib: Peak resident memory of the process before its first step, in GiB.
     """
 
-    def __init__(self, found: Forecast | None, length: int | None, before: float = 0.0):
-        self.found = found
+    def __init__(self, forecast: Forecast | None, length: int | None, peak_before_gib: float = 0.0):
+        self._forecast = forecast
         self._length = length
-        self._before = before
+        self._peak_before_gib = peak_before_gib
 
     @property
     def memory(self) -> str | None:
-        """Expected memory in words, for the banner; `None` without a forecast."""
-        found = self.found
-        if found is None:
+        """Text about the expected memory, for the banner; `None` without a forecast."""
+        forecast = self._forecast
+        if forecast is None:
             return None
-        least = "" if found.memory.is_complete else "at least "
         states = {
-            "": found.memory.states.device,
-            " in host memory": found.memory.states.host,
-            " on disk": found.memory.states.disk,
+            "": forecast.memory.states.device,
+            " in host memory": forecast.memory.states.host,
+            " on disk": forecast.memory.states.disk,
         }
-        held = ", ".join(f"{each.total / GIB:.2f}{where}" for where, each in states.items() if each.total)
-        line = f"{least}{found.peak / GIB:.2f} GiB expected"
-        line += f" (weights, gradients and optimizer states {held})"
-        return f"{line}, which does not fit" if found.fits is False else line
+        sizes = ", ".join(f"{each.total / GIB:.2f}{where}" for where, each in states.items() if each.total)
+        bound = "" if forecast.memory.is_complete else "at least "
+        line = f"{bound}{forecast.peak / GIB:.2f} GiB expected"
+        line += f" (weights, gradients and optimizer states {sizes})"
+        return f"{line}, which does not fit" if forecast.fits is False else line
 
     @property
     def speed(self) -> str | None:
-        """Expected speed in words, as a range; `None` without a forecast."""
-        if self.found is None or self.found.time is None:
+        """Text about the expected speed, a range of tokens per second; `None` without a forecast."""
+        if self._forecast is None or self._forecast.time is None:
             return None
-        low, high = ((1 + sign * TIME_TOLERANCE) * self.found.time.tokens_per_second for sign in (-1, 1))
+        speed = self._forecast.time.tokens_per_second
+        low = (1 - TIME_TOLERANCE) * speed
+        high = (1 + TIME_TOLERANCE) * speed
         return f"{low:,.0f} to {high:,.0f} tokens/s expected"
 
-    def conclusion(self, peak_gib: float, speeds: Sequence[float]) -> Event | None:
+    def compare(self, peak_gib: float, speeds: Sequence[float]) -> Event | None:
         """Return an event that compares forecast and measurement.
 
         Args:
@@ -82,27 +84,25 @@ class Expectation:
         Returns:
             `None` if there is no forecast or too little was measured.
         """
-        found = self.found
-        if found is None:
+        forecast = self._forecast
+        if forecast is None:
             return None
         fields: dict[str, str | float] = {}
         comparisons: list[str] = []
-        expected = found.peak / GIB
-        # The system reports only the peak of a process, and a notebook may have held more before the run.
-        is_hidden = found.hardware.device.kind == "cpu" and self._before >= expected
+        expected_gib = forecast.peak / GIB
+        # The system reports only the peak of a process, and a notebook may have used more before the run.
+        is_hidden = forecast.hardware.device.kind == "cpu" and self._peak_before_gib >= expected_gib
         if peak_gib and not is_hidden:
-            fields |= {"memory_expected_gib": expected, "memory_measured_gib": peak_gib}
-            comparisons.append(f"memory {peak_gib:.2f} GiB, expected {expected:.2f}")
-        if found.time is not None and len(speeds) > LEAST_ROWS and self._length:
+            fields |= {"memory_expected_gib": expected_gib, "memory_measured_gib": peak_gib}
+            comparisons.append(f"memory {peak_gib:.2f} GiB, expected {expected_gib:.2f}")
+        if forecast.time is not None and self._length and len(speeds) - 1 >= MIN_ROWS:
             measured = median(speeds[1:]) * self._length
-            speed = found.time.tokens_per_second
-            fields |= {"tokens_per_second_measured": measured, "tokens_per_second_expected": speed}
-            comparisons.append(f"{measured:,.0f} tokens/s, expected {speed:,.0f}")
-        return (
-            Event(PLAN, f"plan: {'; '.join(comparisons)}", level="info", fields=fields)
-            if comparisons
-            else None
-        )
+            expected = forecast.time.tokens_per_second
+            fields |= {"tokens_per_second_measured": measured, "tokens_per_second_expected": expected}
+            comparisons.append(f"{measured:,.0f} tokens/s, expected {expected:,.0f}")
+        if not comparisons:
+            return None
+        return Event(PLAN, f"plan: {'; '.join(comparisons)}", level="info", fields=fields)
 
 
 def build_expectation(
@@ -115,18 +115,18 @@ def build_expectation(
         resolved: Resolved settings.
         job: Ranks of the job.
         data: Data of the run, for the size of the vocabulary.
-        module: Model of the engine, measured if the recipe does not describe its shapes. Each rank must have
-            all parameters or shards of all.
+        module: Model of the engine. It is measured if the recipe does not describe its shapes and the split
+            is not by tensor or pipeline parallelism, where a rank has only a part of each or of some layers.
     """
     length = config.data.tokens_per_row
-    is_cut = resolved.split.tensor_parallel * resolved.split.pipeline_stages > 1
+    is_complete = resolved.split.tensor_parallel * resolved.split.pipeline_stages == 1
     with _log_failures():
-        model = read_model_spec(_set_vocab_size(config, data.vocab_size)) or (
-            None if is_cut else sizes.measure_module(module)
-        )
+        model = read_model_spec(_set_vocab_size(config, data.vocab_size))
+        if model is None and is_complete:
+            model = sizes.measure_module(module)
         if model is not None:
-            found = forecast_resolved(config, resolved, model, _describe_hardware(job))
-            return Expectation(found, length, read_process_peak_bytes() / GIB)
+            forecast = forecast_resolved(config, resolved, model, _describe_hardware(job))
+            return Expectation(forecast, length, read_process_peak_bytes() / GIB)
     return Expectation(None, length)
 
 
@@ -134,54 +134,60 @@ def guess_micro_batch(
     config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle
 ) -> int | None:
     """Return the largest micro-batch that rank 0 expects to fit; `None` if it is not known. Collective."""
-    found: int | None = None
-    if job.ranks.is_main_process:  # ranks on different machines could compute different answers
+    guess: int | None = None
+    if job.ranks.is_main_process:  # ranks on different machines could compute different sizes
         with _log_failures():
-            if (model := read_model_spec(_set_vocab_size(config, data.vocab_size))) is not None:
-                found = choose_auto_micro_batch(config, resolved, model, _describe_hardware(job))
-    found = job.broadcast_object(found)
-    return found
+            model = read_model_spec(_set_vocab_size(config, data.vocab_size))
+            if model is not None:
+                guess = choose_auto_micro_batch(config, resolved, model, _describe_hardware(job))
+    guess = job.broadcast_object(guess)
+    return guess
 
 
 def forecast_on_this_machine(job: Job, data: DataBundle, settings: Settings) -> Forecast:
     """Forecast a run with these settings on this job's machine.
 
     Raises:
-        PipelineError: Its model is not known, or it cannot be split so.
+        PipelineError: The recipe does not describe the model's shapes, or the settings are refused.
     """
     config = _set_vocab_size(settings.config, data.vocab_size)
-    place = _describe_hardware(job)
+    hardware = _describe_hardware(job)
     model = read_model_spec(config)
     if model is None:
-        raise ModelError("the model has to be built to be known")
-    resolved = settings.resolve(job.ranks.world_size, place.device)
+        raise ModelError("the shapes of the model are known only after it is built")
+    resolved = settings.resolve(job.ranks.world_size, hardware.device)
     if resolved.batch_plan.is_provisional:
-        resolved = resolved.with_micro_batch_size(choose_auto_micro_batch(config, resolved, model, place))
-    return forecast_resolved(config, resolved, model, place)
+        resolved = resolved.with_micro_batch_size(choose_auto_micro_batch(config, resolved, model, hardware))
+    return forecast_resolved(config, resolved, model, hardware)
 
 
 @contextmanager
 def _log_failures() -> Iterator[None]:
+    """Log an exception in the `with` block and suppress it: a mistake in a formula must not end the run."""
     try:
         yield
-    except Exception as error:  # a mistake in a formula must not end the run
-        is_mistake = not isinstance(error, PipelineError)
-        log.log(
-            logging.WARNING if is_mistake else logging.INFO, "no plan of this run: %s", summarize_error(error)
-        )
-        if is_mistake:
-            log.debug("its traceback", exc_info=True)
+    except PipelineError as error:
+        log.info("no forecast for this run: %s", summarize_error(error))
+    except Exception as error:
+        log.warning("no forecast for this run: %s", summarize_error(error))
+        log.debug("traceback of the failed forecast", exc_info=True)
 
 
-def _set_vocab_size(config: RunConfig, words: int | None) -> RunConfig:
-    """Set the vocabulary size from the data: a trained tokenizer may have fewer entries than asked."""
+def _set_vocab_size(config: RunConfig, vocab_size: int | None) -> RunConfig:
+    """Return the recipe with the vocabulary size of the data, unless the recipe's model has one.
+
+    A tokenizer that was trained on the data may have fewer entries than the recipe asks for.
+    """
     model = config.model.language_model
-    if words is None or model is None or model.architecture is None or model.vocab_size is not None:
+    if vocab_size is None or model is None:
         return config
-    return config.model_copy(update={"model": model.model_copy(update={"vocab_size": words})})
+    if model.architecture is None or model.vocab_size is not None:
+        return config
+    return config.model_copy(update={"model": model.model_copy(update={"vocab_size": vocab_size})})
 
 
 def _describe_hardware(job: Job) -> PlannedHardware:
+    """Return the hardware that the job runs on, for the planner's formulas."""
     ranks = job.ranks
     nodes = max(1, ranks.world_size // ranks.local_world_size)
     if job.device.type != "cuda":

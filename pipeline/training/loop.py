@@ -406,9 +406,9 @@ class TrainLoop:
         """Report measured memory and speed against the forecast, and this process's time by phase."""
         if self._has_begun and not self._parts.trackers.is_empty:
             meters = self._parts.meters
-            came = self._parts.expectation.conclusion(meters.peak_gib, meters.samples_per_second)
-            if came is not None:
-                self._parts.trackers.tell(self.state.global_step, came)
+            comparison = self._parts.expectation.compare(meters.peak_gib, meters.samples_per_second)
+            if comparison is not None:
+                self._parts.trackers.tell(self.state.global_step, comparison)
             time_spent = meters.build_time_event()
             if self._parts.objective.unit == "tokens":
                 tokens = {"tokens_seen": float(self.state.tokens_seen)}

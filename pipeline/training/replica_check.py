@@ -19,9 +19,11 @@ from pipeline.engine.replicas import DIGEST_KINDS, HISTORY_INDEX, ReplicaDigests
 from pipeline.monitoring.events import CORRUPTION, Event
 
 log = logging.getLogger(__name__)
+
+MAX_NAMED_RANKS = 8
 ADVICE = (
-    "run that machine's memory and device tests (nvidia-smi -q shows a GPU's errors) and leave it out; do "
-    "not trust what this run writes from here on"
+    "run the memory and device tests of that machine (nvidia-smi -q shows a GPU's errors), and do not use it "
+    "until they pass; do not trust what this run writes from here on"
 )
 
 
@@ -32,33 +34,33 @@ class ReplicaCheck:
         job: Ranks of the job.
         replicas: Replicated state of this rank; `None` if no other rank holds the same.
         watch: Section `watch` of the recipe, with the interval and the action.
-        start: Step at which the run starts, with values read from verified files.
+        start: Number of steps completed at the start, whose values were read from verified files.
     """
 
     def __init__(self, job: Job, replicas: ReplicaDigests | None, watch: WatchConfig, start: int):
         self._job = job
         self._replicas = replicas
         every = watch.compare_every
-        self.stops = watch.on_corruption == "stop"
+        self.stops_run = watch.on_corruption == "stop"
         """Whether the run ends if replicas differ."""
-        has_any = job.ranks.world_size > 1 and every > 0
         own_key = None if replicas is None else replicas.key
-        keys = job.gather_object(own_key) if has_any else []
-        alike = Counter(key for key in keys if key is not None)
+        # Ranks with equal keys, which are pairs of model part and processor, have equal tensors.
+        keys = job.gather_object(own_key) if job.ranks.world_size > 1 and every > 0 else []
+        num_ranks = Counter(key for key in keys if key is not None)
         self._groups = [
-            [rank for rank, key in enumerate(keys) if key == which]
-            for which, ranks in sorted(alike.items())
-            if ranks > 1
+            [rank for rank, key in enumerate(keys) if key == group_key]
+            for group_key, size in sorted(num_ranks.items())
+            if size > 1
         ]
         self._every = every if self._groups else 0
         if job.ranks.is_main_process:
-            self._warn(sorted({processor for _, processor in alike}))
+            self._warn_about_processors(sorted({processor for _, processor in num_ranks}))
         self._is_compared = False
         self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
         self.good_until = start
         """Last step after which all replicas were equal. Checkpoints up to it can be trusted."""
 
-    def _warn(self, processors: Sequence[str]) -> None:
+    def _warn_about_processors(self, processors: Sequence[str]) -> None:
         if len(processors) > 1:
             log.warning(
                 "ranks compute on %d kinds of processors (%s), which round differently: their weights drift "
@@ -69,40 +71,44 @@ class ReplicaCheck:
 
     @property
     def is_on(self) -> bool:
-        """Return whether any replicas are compared."""
+        """Whether any replicas are compared."""
         return self._every > 0
 
     def begin(self, step: int) -> None:
-        """Prepare for a step; `step` is the number of steps completed."""
+        """Prepare for the next step; `step` is the number of steps completed before it."""
         self._is_compared = self._every > 0 and step % self._every == 0
         if self._every and self._replicas is not None:
             self._replicas.begin(self._is_compared)
 
     def end(self, step: int) -> Event | None:
-        """Compare after the step that `begin` announced.
+        """Compare replicas after a step, if it is one of `watch.compare_every`.
+
+        Args:
+            step: Argument of the preceding call of `begin`.
 
         Returns:
             The event if replicas differ, the same on all ranks; else `None`. On a GPU the result belongs to
-            the previous comparison, so that no step waits for the device.
+            the previous comparison, so that no step synchronizes with the device.
         """
         is_gpu = self._job.device.type == "cuda"
-        found = self._read() if is_gpu else None
-        own = self._replicas.end() if self._every and self._replicas is not None else None
+        previous = self._read_pending() if is_gpu else None
+        digests = self._replicas.end() if self._every and self._replicas is not None else None
         if self._is_compared:
             table = torch.zeros(
                 self._job.ranks.world_size, len(DIGEST_KINDS), dtype=torch.int64, device=self._job.device
             )
-            if own is not None:
-                table[self._job.ranks.rank] = own
-            self._send(step, self._job.all_reduce_sum(table))
-        return found if is_gpu else self._read()
+            if digests is not None:
+                table[self._job.ranks.rank] = digests
+            self._copy_to_host(step, self._job.all_reduce_sum(table))
+        return previous if is_gpu else self._read_pending()
 
     def note_rollback(self, step: int) -> None:
-        """Note that the run continues from an earlier step, and drop a pending comparison."""
+        """Note that the run continues from an earlier step, and discard a pending comparison."""
         self.good_until = min(self.good_until, step)
         self._pending = None
 
-    def _send(self, step: int, table: Tensor) -> None:
+    def _copy_to_host(self, step: int, table: Tensor) -> None:
+        """Start to copy the digests of all ranks to the host; `_read_pending` reads the copy."""
         is_gpu = table.device.type == "cuda"
         host = torch.empty(table.shape, dtype=table.dtype, pin_memory=is_gpu)
         host.copy_(table, non_blocking=True)
@@ -111,12 +117,13 @@ class ReplicaCheck:
             arrived.record()
         self._pending = (step, host, arrived)
 
-    def _read(self) -> Event | None:
-        coming = self._pending
+    def _read_pending(self) -> Event | None:
+        """Compare the digests that were copied last; return an event if they differ within a group."""
+        pending = self._pending
         self._pending = None
-        if coming is None:
+        if pending is None:
             return None
-        step, host, arrived = coming
+        step, host, arrived = pending
         if arrived is not None:
             arrived.synchronize()
         table = host.tolist()
@@ -131,18 +138,27 @@ class ReplicaCheck:
         self.good_until = step
         return None
 
-    def _build_event(self, what: str, kind: str, group: Sequence[int], values: Sequence[int]) -> Event:
-        common, times = Counter(values).most_common(1)[0]
-        wrong = [rank for rank, value in zip(group, values, strict=True) if value != common]
-        if 2 * times <= len(group):  # no majority
+    def _build_event(self, name: str, kind: str, group: Sequence[int], values: Sequence[int]) -> Event:
+        """Return the event for a group of ranks whose digests differ.
+
+        Args:
+            name: Tensors and step, such as `weights of step 50`.
+            kind: Kind of the tensors, one of DIGEST_KINDS.
+            group: Ranks that should have equal digests.
+            values: Digest of each rank of the group.
+        """
+        majority_value, count = Counter(values).most_common(1)[0]
+        wrong = [rank for rank, value in zip(group, values, strict=True) if value != majority_value]
+        if 2 * count <= len(group):  # no majority
             wrong = list(group)
-        named = ", ".join(str(self._job.rank_processes[rank]) for rank in wrong[:8])
-        who = f"those of {named} are not those of the other {len(group) - len(wrong)} ranks"
+        ranks = ", ".join(str(self._job.rank_processes[rank]) for rank in wrong[:MAX_NAMED_RANKS])
         if len(wrong) == len(group):
-            who = f"{named} have different ones, with no majority to tell which is right"
+            difference = f"they differ between {ranks}, with no majority that shows which are right"
+        else:
+            difference = f"those of {ranks} differ from those of the other {len(group) - len(wrong)} ranks"
         return Event(
             CORRUPTION,
-            f"the {what} should be the same on {len(group)} ranks, bit by bit, and {who}",
+            f"the {name} should be the same on {len(group)} ranks, bit by bit, but {difference}",
             ADVICE,
             level="error",
             fields={"ranks": ",".join(map(str, wrong)), "kind": kind},

@@ -341,7 +341,7 @@ class Recovery:
         check = self.replica_check
         assert check is not None
         self.trackers.tell(step, found)
-        if check.stops:
+        if check.stops_run:
             self.checkpoints.distrust_after(check.good_until)
             raise DeviceFailedError(
                 f"{found.name} at step {step} on ranks {found.fields['ranks']}: no checkpoint after step "

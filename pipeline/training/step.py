@@ -28,7 +28,7 @@ from pipeline.training.callbacks import CallbackRunner
 from pipeline.training.replica_check import ReplicaCheck
 from pipeline.training.safeguard import Recovery, Safeguard, add_noise_keys
 
-FLAGS = {"evaluate": EVALUATE_FLAG, "save": SAVE_FLAG, "stop": END_FLAG}
+FLAG_OF_REQUEST = {"evaluate": EVALUATE_FLAG, "save": SAVE_FLAG, "stop": END_FLAG}
 """Flag of each request of a callback."""
 
 
@@ -36,10 +36,11 @@ class StepOutcome(NamedTuple):
     """Result of one optimizer step."""
 
     result: StepResult | None
-    """`None` if the ranks agreed to stop before a step that counts."""
-    asked: Flags
-    """Requests of the ranks."""
+    """Result of the engine; `None` if all ranks agreed to stop before a step counted."""
+    requests: Flags
+    """Requests that all ranks have received in the meantime."""
     learning_rate: float
+    """Learning rate of the step."""
 
 
 @dataclass
@@ -49,15 +50,20 @@ class TrainStep:
     engine: Engine
     objective: Objective
     source: BatchSource
+    """Source of this rank's batches."""
     learning_rate: LearningRate
+    """Function from the number of steps completed to the learning rate of the next step."""
     seed: int
+    """Seed of the run."""
     adds_noise: bool
     """Whether batches carry the keys of the noise on embeddings (`model.neftune_alpha`)."""
     progress: Progress
     stop: StopOnSignal
     """Receiver of the signals that request a stop."""
     safeguard: Safeguard
+    """Decides whether a step counts."""
     recovery: Recovery
+    """Reports broken replicas and searches for the cause of a non-finite step."""
     replica_check: ReplicaCheck | None = None
     histograms: HistogramMeter | None = None
     callbacks: CallbackRunner | None = None
@@ -76,19 +82,23 @@ class TrainStep:
 
         Args:
             global_step: Number of optimizer steps completed.
-            alarm: Clock that requests checkpoints; `None` for none.
+            alarm: Timer that requests checkpoints; `None` on other ranks than 0, or if the recipe has none.
+
+        Raises:
+            NonFiniteLossError, StoppedError: Too many steps in a row were skipped.
+            DeviceFailedError: Replicas differ, and the recipe ends the run for it.
         """
         engine = self.engine
         source = self.source
         phases = self.engine.phases
-        asked: Flags | None = None
+        requests = Flags()
         learning_rate = self.learning_rate(global_step)
         while True:
             self.progress.start_activity("step", global_step)
-            first = source.samples_seen
-            with phases.measure("data"):  # on a GPU, its waiting time while the host reads
+            first_sample = source.samples_seen
+            with phases.measure("data"):  # on a GPU, the time for which it waits while the host reads
                 micro_batches = source.next_group()
-            samples = (first, source.samples_seen)
+            samples = (first_sample, source.samples_seen)
             if self.replica_check is not None:
                 self.replica_check.begin(global_step)
             if self.adds_noise:
@@ -101,27 +111,28 @@ class TrainStep:
             if not flags and alarm is not None and alarm.due():
                 flags = SAVE_FLAG
             if self.callbacks is not None:
-                for request in self.callbacks.to_send():
-                    flags |= FLAGS[request]
+                for request in self.callbacks.take_requests():
+                    flags |= FLAG_OF_REQUEST[request]
             limits = self.safeguard.limits if self.safeguard.reads_steps else None
-            shown = nullcontext() if self.histograms is None else self.histograms.watch_step(global_step + 1)
-            with self.profiled(global_step + 1), shown:
+            watched = (
+                nullcontext() if self.histograms is None else self.histograms.watch_step(global_step + 1)
+            )
+            with self.profiled(global_step + 1), watched:
                 result = engine.train_step(micro_batches, self.objective, learning_rate, flags, limits)
             if self._prefetching is not None:  # while the device computes
                 with phases.measure("data"):
                     self._prefetching.prefetch()
-            found = None if self.replica_check is None else self.replica_check.end(global_step)
-            if found is not None:
-                self.recovery.report_corruption(global_step, found)
-            told = self._flag_reader.read(result.flags)
-            asked = told if asked is None else asked | told
+            corruption = None if self.replica_check is None else self.replica_check.end(global_step)
+            if corruption is not None:
+                self.recovery.report_corruption(global_step, corruption)
+            requests |= self._flag_reader.read(result.flags)
             if self.safeguard.accepts_step(global_step + 1, result, samples, self.recovery.describe):
-                return StepOutcome(result, asked, learning_rate)
+                return StepOutcome(result, requests, learning_rate)
             if self.safeguard.is_nonfinite:
                 self.recovery.find_nonfinite_cause(global_step + 1, samples)
-            if asked.stop:
-                return StepOutcome(None, asked, learning_rate)
+            if requests.stop:
+                return StepOutcome(None, requests, learning_rate)
 
     def forget_requests(self) -> None:
-        """Drop requests of the ranks from steps that a rollback undid."""
+        """Discard the ranks' requests that are not read yet, from steps that a rollback undid."""
         self._flag_reader = FlagReader(self.engine.device)

@@ -30,7 +30,7 @@ def test_what_a_run_took_is_told_and_is_no_alert(found, memory, speed):
     expectation = Expectation(found, 64)
     a_second = found.time.tokens_per_second / 64
     first = 0.01 * a_second * speed  # the compiler's
-    told = expectation.conclusion(found.peak / 2**30 * memory, [first, *[a_second * speed] * 7])
+    told = expectation.compare(found.peak / 2**30 * memory, [first, *[a_second * speed] * 7])
     assert (told.level, told.advice) == ("info", "")
     assert told.fields["memory_measured_gib"] == pytest.approx(memory * told.fields["memory_expected_gib"])
     measured, expected = (told.fields[f"tokens_per_second_{name}"] for name in ("measured", "expected"))
@@ -48,9 +48,9 @@ def test_a_process_on_a_cpu_that_held_more_before_is_not_judged(found):
     )
     for before, is_judged in ((0.0, True), (100.0, False)):
         expectation = Expectation(on_cpu, 64, before)
-        told = expectation.conclusion(100.0, [])
+        told = expectation.compare(100.0, [])
         assert (told is not None) == is_judged
-    told = expectation.conclusion(100.0, [10.0] * 8)  # its speed is, all the same
+    told = expectation.compare(100.0, [10.0] * 8)  # its speed is, all the same
     assert told.fields["tokens_per_second_measured"] == 640.0
     assert "memory_measured_gib" not in told.fields
 
@@ -74,6 +74,6 @@ def test_the_guess_is_the_largest_micro_batch_that_is_expected_to_fit(tmp_path):
 
 
 def test_nothing_is_said_of_what_was_not_expected_or_not_measured(found):
-    assert Expectation(None, 64).conclusion(1.0, [10.0] * 8) is None
+    assert Expectation(None, 64).compare(1.0, [10.0] * 8) is None
     assert (Expectation(None, 64).memory, Expectation(None, 64).speed) == (None, None)
-    assert Expectation(found, 64).conclusion(0.0, []) is None
+    assert Expectation(found, 64).compare(0.0, []) is None
