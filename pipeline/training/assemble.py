@@ -369,7 +369,7 @@ def assemble(
         seed=config.seed,
         adds_noise=config.model.neftune_alpha is not None,
         eval_loader=held_out,
-        best_by=config.eval,
+        eval_config=config.eval,
         checkpoints=checkpoints,
         adapter=adapter,
         trackers=trackers,
@@ -514,7 +514,7 @@ def restore_progress(
         )
     state = checkpoints.restore(engine, checkpoint)
     source.load_state_dict(state)
-    return TrainState.of(state, engine.device), state
+    return TrainState.from_checkpoint(state, engine.device), state
 
 
 def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> TrainLoader:

@@ -1,6 +1,6 @@
 """The training loop, which decides when to step, log, evaluate, save and stop.
 
-It knows no device, rank, file or format.
+It calls the components of a run; how they compute and in which files they write, only they know.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ from pipeline.training.replica_check import ReplicaCheck
 from pipeline.training.safeguard import Recovery, Safeguard
 from pipeline.training.step import TrainStep
 
+log = logging.getLogger(__name__)
+
 
 class GcFreezer:
     """Excludes long-lived objects from garbage collection while a run lasts.
@@ -80,16 +82,16 @@ class GcFreezer:
         self._is_ours = False
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class TrainState:
-    """Progress of a run. The tensors are 0-dim on the device, so reading one waits for the device."""
+    """Progress of a run. The tensors are 0-dim on the device; reading one synchronizes with the device."""
 
     global_step: int
+    """Number of optimizer steps completed."""
     tokens_seen: Tensor
+    """Number of tokens or samples that counted in the loss, over all ranks; see `Objective.unit`."""
     skipped_steps: Tensor
+    """Number of completed steps whose gradient was not finite, so that they changed no weights."""
 
     def after(self, result: StepResult) -> TrainState:
         """Return the state one optimizer step later."""
@@ -102,31 +104,33 @@ class TrainState:
     @staticmethod
     def start(device: torch.device) -> TrainState:
         """Return the state at the beginning of a run."""
-        return TrainState.of({"global_step": 0, "tokens_seen": 0, "skipped_steps": 0}, device)
+        return TrainState.from_checkpoint({"global_step": 0, "tokens_seen": 0, "skipped_steps": 0}, device)
 
     @staticmethod
-    def of(remembered: Mapping[str, Any], device: torch.device) -> TrainState:
-        """Return the state stored in a checkpoint."""
-        tokens, skipped = (
-            torch.tensor(float(remembered[key]), dtype=torch.float64, device=device)
-            for key in ("tokens_seen", "skipped_steps")
+    def from_checkpoint(state: Mapping[str, Any], device: torch.device) -> TrainState:
+        """Return the progress that the state stored in a checkpoint describes."""
+        return TrainState(
+            global_step=int(state["global_step"]),
+            tokens_seen=torch.tensor(float(state["tokens_seen"]), dtype=torch.float64, device=device),
+            skipped_steps=torch.tensor(float(state["skipped_steps"]), dtype=torch.float64, device=device),
         )
-        return TrainState(int(remembered["global_step"]), tokens, skipped)
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """Schedule of a recurring action: every `every` steps and at the last step, alike on all ranks."""
+    """Schedule of a recurring action, equal on all ranks."""
 
     every: int
+    """Number of steps between two actions; 0 for the last step only."""
     last: int
+    """Number of the run's last step, at which the action is always due."""
 
     def is_due(self, step: int) -> bool:
         """Return whether the action is due after this step."""
         return step == self.last or (self.every > 0 and step % self.every == 0)
 
-    def is_due_between(self, step: int) -> bool:
-        """Return whether the action is due at any step between this one and the last."""
+    def is_due_before_last(self, step: int) -> bool:
+        """Return whether the action is due at any step after this one and before the last."""
         return self.every > 0 and (step // self.every + 1) * self.every < self.last
 
     def is_due_or_first(self, step: int) -> bool:
@@ -139,15 +143,19 @@ class RunSchedule:
     """Schedule by which a run logs, evaluates, saves and ends."""
 
     max_steps: int
+    """Number of the run's last optimizer step."""
     samples_per_epoch: int
-    """Training samples of one pass over the data."""
+    """Number of training samples of one pass over the data, over all ranks."""
     log: Cadence
+    """Schedule of log rows; the first step has a row, too."""
     eval: Cadence
+    """Schedule of evaluations."""
     save: Cadence
+    """Schedule of checkpoints."""
     save_minutes: float
     """Minutes between further checkpoints, besides those of `save`; 0 for none."""
     grace_seconds: float | None
-    """Seconds between a signal to stop and the kill; `None` if there is no limit."""
+    """Seconds from a signal to stop until the scheduler kills the process; `None` if there is no limit."""
     owes_evaluation: bool = False
     """Whether the step that the run starts at still needs its evaluation: the first step, or a step whose
     evaluation was cut off by a stop."""
@@ -161,30 +169,42 @@ class RunComponents:
     """Components of a run, built by pipeline.training.assemble. `None` if the recipe does not ask for one."""
 
     job: Job
+    """Ranks and device of this process."""
     resolved: ResolvedSettings
     """Resolved settings, with the micro-batch that was found if the recipe says `auto`."""
     start: TrainState
+    """Progress at the start of this process: of the checkpoint that the run resumes from, or of a new run."""
     schedule: RunSchedule
     engine: Engine
     objective: Objective
     loader: BatchSource
+    """Source of this rank's training batches."""
     learning_rate: LearningRate
+    """Function from the number of steps completed to the learning rate of the next step."""
     seed: int
+    """Seed of the run."""
     adds_noise: bool
     """Whether batches carry the keys of the noise on embeddings (`model.neftune_alpha`)."""
     eval_loader: EvalLoader | None
-    best_by: EvalConfig
-    """Section `eval`, whose `best_metric` chooses the best checkpoint."""
+    """Loader of this rank's held-out batches; `None` if no data is held out."""
+    eval_config: EvalConfig
+    """Section `eval` of the recipe, whose `best_metric` chooses the best checkpoint."""
     checkpoints: CheckpointStore
+    """Store of the run's checkpoints."""
     adapter: Mapping[str, Any]
     """Description of an adapter and its base for checkpoints, see checkpoint.adapters; empty without one."""
     trackers: Trackers
+    """Receivers of rows and events, such as metrics.jsonl."""
     meters: Meters
+    """Measures steps and builds log rows."""
     alerts: tuple[Alert, ...]
     """Alerts that judge each row."""
     safeguard: Safeguard
+    """Decides which steps count."""
     expectation: Expectation
+    """Forecast of memory and speed."""
     replica_check: ReplicaCheck | None = None
+    """Comparison of replicas; `None` if nothing is compared."""
     histograms: HistogramMeter | None = None
     """Histograms of weights and gradients."""
     callbacks: CallbackRunner | None = None
@@ -201,30 +221,37 @@ class Step:
     evaluation: dict[str, float] | None
     """Evaluation of the weights after the step; `None` if none was due or no data is held out."""
     deferred_row: DeferredRow | None = field(repr=False)
+    """Log row, readable once the device has computed the step; `None` if none was due."""
 
     @property
     def row(self) -> dict[str, float] | None:
-        """Logged row; `None` if the step is not one of `log.every`. On a GPU, waits for the step to end."""
+        """Log row; `None` if none was due after the step. On a GPU this waits for the step to end."""
         return self.deferred_row.read().row if self.deferred_row is not None else None
 
 
 class TrainLoop:
     """Makes the steps of a run and everything that is due after each. All calls are collective.
 
-    From the first step to the last, a signal requests a stop. The flag travels with the token count, and it
-    takes effect once all ranks have read it. On CUDA the flags are read two steps late, so that the host
-    never waits for the device. As a context manager the loop releases its resources; after an exception it
-    waits for no other rank.
+    From the first step to the last, a signal requests a stop. The request is sent as a flag with the token
+    count of a step, and takes effect once all ranks have read it. On CUDA the flags are read two steps late,
+    so that the host never waits for the device. As a context manager the loop ends pending saves on exit;
+    after an exception it waits for no other rank.
+
+    Args:
+        parts: Components of the run.
+        gc_freezer: Freezes the objects that exist after the first step; `None` to freeze nothing.
+        profiled: Context manager that wraps each step, given its number.
     """
 
     def __init__(
-        self, parts: RunComponents, long_lived: GcFreezer | None = None, profiled: StepContext = nullcontext
+        self, parts: RunComponents, gc_freezer: GcFreezer | None = None, profiled: StepContext = nullcontext
     ):
         self.state = parts.start
+        """Progress of the run."""
         self._parts = parts
         self._schedule = parts.schedule
-        self._long_lived = long_lived
-        self._alarm: PeriodicTimer | None = None
+        self._gc_freezer = gc_freezer
+        self._save_timer: PeriodicTimer | None = None
         self._stop = StopOnSignal()
         self._recovery = Recovery(
             job=parts.job,
@@ -266,10 +293,12 @@ class TrainLoop:
         )
         self._evaluation: dict[str, float] | None = None
         self._evaluated_at = parts.callbacks.evaluated_at if parts.callbacks is not None else -1
-        self._asked = Flags()
-        self._write_seconds = 0.0
+        self._requests = Flags()
+        self._write_seconds = 0.0  # of the last completed save
         self._signals = ExitStack()
-        self._has_begun = self._stopped = self._is_over = False
+        self._has_begun = False
+        self._stopped = False
+        self._is_over = False
         self.is_finished = False
         """Whether the run has made and saved its last step."""
         self.stopped_early = ""
@@ -294,11 +323,15 @@ class TrainLoop:
 
         Returns:
             The step; `None` if the run is over.
+
+        Raises:
+            StoppedError, NonFiniteLossError, DeviceFailedError: See Safeguard and Recovery.
+            CheckpointError: A checkpoint cannot be written.
         """
-        done = self._step()
+        step = self._step()
         if self._parts.checkpoints.is_under_way:
             self._parts.checkpoints.hold_device()  # the caller may change the weights
-        return done
+        return step
 
     def train(self) -> None:
         """Make all remaining steps."""
@@ -313,7 +346,7 @@ class TrainLoop:
         parts = self._parts
         schedule = self._schedule
         row = None
-        result, agreed, learning_rate = self._train_step.run(self.state.global_step, self._alarm)
+        result, agreed, learning_rate = self._train_step.run(self.state.global_step, self._save_timer)
         if result is None:
             self._stopped = True
             self._end_if_due()
@@ -331,47 +364,51 @@ class TrainLoop:
         if rollback is not None:
             return self._roll_back(rollback)
         if any(agreed):
-            self._asked |= agreed
-        if (schedule.eval.is_due(step) or self._asked.evaluate) and not agreed.stop:
+            self._requests |= agreed
+        if (schedule.eval.is_due(step) or self._requests.evaluate) and not agreed.stop:
             self._evaluate()
         self._stopped |= agreed.stop
         # The checkpoint of the last step is saved at the end, where waiting for it needs no copy in memory.
-        is_last = step >= schedule.max_steps or self._asked.end
-        if not self._stopped and not is_last and (self._asked.save or schedule.save.is_due(step)):
-            if self._alarm is not None:
-                self._alarm.restart()
+        is_last = step >= schedule.max_steps or self._requests.end
+        if not self._stopped and not is_last and (self._requests.save or schedule.save.is_due(step)):
+            if self._save_timer is not None:
+                self._save_timer.restart()
             self._save()
         if parts.checkpoints.is_under_way:
             self._observe_saves()
         if self._stopped or is_last:
             self._end_if_due()
-        if self._long_lived is not None and not self._is_over:
+        if self._gc_freezer is not None and not self._is_over:
             with parts.meters.exclude_from_step_time():
-                self._long_lived.freeze()
-            self._long_lived = None
+                self._gc_freezer.freeze()
+            self._gc_freezer = None
         return Step(step, self._evaluation if self._evaluated_at == step else None, row)
 
     def _prepare_saves(self, first_step: int) -> None:
-        """Prepare for checkpoints before the last step. Called after this process's first step."""
+        """Prepare the store if any checkpoint is due before the last step.
+
+        Args:
+            first_step: Number of this process's first step, which is completed.
+        """
         parts = self._parts
         schedule = self._schedule
-        is_due = schedule.save_minutes or schedule.save.is_due_between(first_step - 1)
+        is_due = schedule.save_minutes or schedule.save.is_due_before_last(first_step - 1)
         if first_step < schedule.max_steps and is_due:
             with parts.meters.exclude_from_step_time("checkpoint"):
                 parts.checkpoints.prepare(parts.engine)
 
     def _roll_back(self, request: RollbackRequested) -> Step:
         """Restore the state before a bad step, as if no step since had been made."""
-        remembered = self._recovery.roll_back(request, self.state.global_step)
+        checkpoint_state = self._recovery.roll_back(request, self.state.global_step)
         self._train_step.forget_requests()
-        self.state = TrainState.of(remembered, self._parts.engine.device)
+        self.state = TrainState.from_checkpoint(checkpoint_state, self._parts.engine.device)
         self._evaluation = None
         self._evaluated_at = -1
-        self._asked = Flags()
+        self._requests = Flags()
         return Step(self.state.global_step, None, None)
 
     def _write_rows(self) -> None:
-        """Write all rows so far. Waits for the device."""
+        """Write all rows so far. Synchronizes with the device."""
         rollback = self._rows.write_until(self.state.global_step)
         # A run that may roll back reads each row with its step, so no row can request a rollback here.
         assert rollback is None
@@ -394,11 +431,11 @@ class TrainLoop:
         """Save a checkpoint of this step, wait until it is on the disk, and return its folder.
 
         Raises:
-            CheckpointError: It cannot be written, or the run has made no step yet.
+            CheckpointError: The checkpoint cannot be written, or the run has made no step yet.
         """
         if self.state.global_step == 0:
             raise CheckpointError("a run has nothing to save before its first step")
-        self._save(at_once=True)
+        self._save(waits=True)
         self._observe_saves()
         return self._parts.checkpoints.folder / folder_name(self.state.global_step)
 
@@ -440,13 +477,13 @@ class TrainLoop:
         self._has_begun = True
         parts = self._parts
         if self._schedule.save_minutes and parts.job.ranks.is_main_process:  # one clock for all ranks
-            self._alarm = PeriodicTimer(60 * self._schedule.save_minutes)
+            self._save_timer = PeriodicTimer(60 * self._schedule.save_minutes)
         self._signals.enter_context(self._stop)
         parts.meters.begin()
         if parts.callbacks is not None:
             self._add_requests(parts.callbacks.run_begins(self._build_moment(parts.callbacks)))
-        owes = self._schedule.owes_evaluation or self._asked.evaluate
-        if owes and self._evaluate() is not None and self.state.global_step > 0:
+        owes_evaluation = self._schedule.owes_evaluation or self._requests.evaluate
+        if owes_evaluation and self._evaluate() is not None and self.state.global_step > 0:
             self._save()  # again, because the evaluation decides which checkpoint is the best
         self._end_if_due()
 
@@ -456,19 +493,19 @@ class TrainLoop:
         A run that was stopped before its first step saves nothing; the same command starts it again.
         """
         step = self.state.global_step
-        if self._is_over or not (self._stopped or self._asked.end or step >= self._schedule.max_steps):
+        if self._is_over or not (self._stopped or self._requests.end or step >= self._schedule.max_steps):
             return
-        if self._asked.end and not self._stopped and self._evaluated_at != step:
+        if self._requests.end and not self._stopped and self._evaluated_at != step:
             self._evaluate()
         self._is_over = True
         self._write_rows()
-        if self._asked.end and not self._stopped and step < self._schedule.max_steps:
+        if self._requests.end and not self._stopped and step < self._schedule.max_steps:
             self._report_early_stop()
         self._parts.job.progress.start_activity("saving", step)
         with self._parts.meters.exclude_from_step_time("checkpoint"):
             if step > 0 and (not self._stopped or self._has_time_to_save()):
-                self._before_save("save", *([] if self._stopped else ["evaluate", "stop"]))
-                self._parts.checkpoints.save_final(self._parts.engine, self._checkpoint_state())
+                self._call_before_save("save", *([] if self._stopped else ["evaluate", "stop"]))
+                self._parts.checkpoints.save_final(self._parts.engine, self._build_checkpoint_state())
             self._parts.checkpoints.wait()
         self.is_finished = not self._stopped
         if self._parts.callbacks is not None:
@@ -479,14 +516,19 @@ class TrainLoop:
         self._parts.job.progress.start_activity("ending")
         self._signals.close()
 
-    def _save(self, at_once: bool = False) -> None:
+    def _save(self, waits: bool = False) -> None:
+        """Save a checkpoint of this step.
+
+        Args:
+            waits: Whether to wait until the checkpoint is on the disk.
+        """
         parts = self._parts
         self._write_rows()  # so that all rows up to the checkpoint's step are on the disk
         parts.job.progress.start_activity("saving", self.state.global_step)
-        self._before_save("save")
-        save = parts.checkpoints.save_final if at_once else parts.checkpoints.save
+        self._call_before_save("save")
+        save = parts.checkpoints.save_final if waits else parts.checkpoints.save
         with parts.meters.exclude_from_step_time("checkpoint"):
-            save(parts.engine, self._checkpoint_state())
+            save(parts.engine, self._build_checkpoint_state())
 
     def _observe_saves(self) -> None:
         """Pass the times of completed saves to the meters."""
@@ -502,17 +544,17 @@ class TrainLoop:
 
         A killed save harms nothing, but the run would not end with the exit code of a stop.
         """
-        left = self.grace_left()
-        fits = self._write_seconds < left
+        seconds_left = self.grace_left()
+        fits = self._write_seconds < seconds_left
         if not fits:
             log.warning(
                 "the final checkpoint is skipped: %.0f s of checkpoint.grace_seconds are left, and the last "
                 "checkpoint took %.0f s; the same command resumes from that one",
-                left,
+                seconds_left,
                 self._write_seconds,
             )
-        late = torch.tensor(float(not fits), device=self._parts.engine.device)
-        return bool(self._parts.job.all_reduce_sum(late) == 0)
+        is_late = torch.tensor(float(not fits), device=self._parts.engine.device)
+        return bool(self._parts.job.all_reduce_sum(is_late) == 0)  # alike on all ranks
 
     def _build_row(self, learning_rate: float) -> DeferredRow:
         """Return the row of the steps since the last row, readable once the device has computed it.
@@ -530,6 +572,11 @@ class TrainLoop:
         return parts.meters.collect_row(further)
 
     def _evaluate(self) -> dict[str, float] | None:
+        """Evaluate the current weights, log the row and pass it to the callbacks.
+
+        Returns:
+            The row; `None` if no data is held out, or all ranks agreed to stop before the evaluation ended.
+        """
         parts = self._parts
         step = self.state.global_step
         if parts.eval_loader is None:
@@ -540,12 +587,11 @@ class TrainLoop:
         seed_step(parts.seed, step, parts.engine.seed_rank)
         with parts.meters.exclude_from_step_time("evaluation"):
             row = evaluate(parts.engine, parts.objective, parts.eval_loader, parts.job, self._stop)
-            if row is not None:
-                # Raises before the first step if the evaluation lacks the metric of eval.best_metric.
-                record_best_metric(parts.best_by, row, parts.objective)
             if row is None:
                 self._stopped = True
             else:
+                # Raises before the first step if the evaluation lacks the metric of eval.best_metric.
+                record_best_metric(parts.eval_config, row, parts.objective)
                 rollback = self._rows.write(step, RowDetails(row))
                 assert rollback is None  # only alerts about training request a rollback
                 self._evaluation = row
@@ -556,15 +602,17 @@ class TrainLoop:
                     self._add_requests(
                         parts.callbacks.after_evaluation(self._build_moment(parts.callbacks, metrics=row))
                     )
-                self._asked = self._asked._replace(evaluate=False)
+                self._requests = self._requests._replace(evaluate=False)
         return row
 
     def _add_requests(self, requests: Collection[str]) -> None:
         """Add requests of callbacks to those that the run acts on, alike on all ranks."""
-        self._asked |= Flags(save="save" in requests, evaluate="evaluate" in requests, end="stop" in requests)
+        self._requests |= Flags(
+            save="save" in requests, evaluate="evaluate" in requests, end="stop" in requests
+        )
 
     def _build_moment(self, callbacks: CallbackRunner, **more: Any) -> Moment:
-        """Return the moment that callbacks receive. Waits for the device."""
+        """Return the moment that callbacks receive. Synchronizes with the device."""
         tokens = float(self.state.tokens_seen) if self._parts.objective.unit == "tokens" else 0.0
         return callbacks.moment(self.state.global_step, self._parts.loader.samples_seen, tokens, **more)
 
@@ -576,14 +624,14 @@ class TrainLoop:
         tokens = row.get("train/tokens_seen", 0.0)
         callbacks.call("after_row", callbacks.moment(step, samples, tokens, metrics=row))
 
-    def _before_save(self, *closed: str) -> None:
-        """Call `before_save` of the callbacks, and mark the requests `closed` as done."""
+    def _call_before_save(self, *done: str) -> None:
+        """Call `before_save` of the callbacks, and mark the requests `done` as done by this save."""
         callbacks = self._parts.callbacks
         if callbacks is not None:
             callbacks.call("before_save", self._build_moment(callbacks))
-            callbacks.close(*closed)
-        if "save" in closed:
-            self._asked = self._asked._replace(save=False)
+            callbacks.close(*done)
+        if "save" in done:
+            self._requests = self._requests._replace(save=False)
 
     def _report_early_stop(self) -> None:
         """Report the reason why the run ends early. Only rank 0 knows it."""
@@ -594,21 +642,22 @@ class TrainLoop:
             message = f"the run ends at step {step} of {self._schedule.max_steps}: {callbacks.reason}"
             self._parts.trackers.tell(step, Event(STOPPED_EARLY, message, level="info"))
 
-    def _checkpoint_state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores besides the engine's state.
+    def _build_checkpoint_state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores besides the engine's, as JSON values.
 
-        Random numbers are a function of seed, step and rank, so no generator state is among it.
+        It has no state of random number generators, because these are seeded from seed, step and rank.
         """
-        # Only an evaluation of these very weights may choose the best checkpoint.
+        # Only an evaluation of exactly these weights may choose the best checkpoint.
         row = self._evaluation if self._evaluated_at == self.state.global_step else None
+        best_by = None
+        if row is not None:
+            best_by = record_best_metric(self._parts.eval_config, row, self._parts.objective)
         return {
             "global_step": self.state.global_step,
             "tokens_seen": float(self.state.tokens_seen),
             "skipped_steps": float(self.state.skipped_steps),
             "eval_loss": row["eval/loss"] if row is not None else None,
-            "best_by": record_best_metric(self._parts.best_by, row, self._parts.objective)
-            if row is not None
-            else None,
+            "best_by": best_by,
             "safeguard": self._parts.safeguard.state_dict(),
             "watchers": collect_alert_state(self._parts.alerts),
             "callbacks": self._parts.callbacks.state_dict() if self._parts.callbacks is not None else {},
