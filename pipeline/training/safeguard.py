@@ -34,21 +34,21 @@ from pipeline.objectives import Objective
 from pipeline.training.callbacks import CallbackRunner
 from pipeline.training.replica_check import ReplicaCheck
 
-MOST_IN_A_ROW = 10
-"""Number of skipped steps or rollbacks in a row, without progress, that ends a run."""
-CAUSES = {
+MAX_IN_A_ROW = 10
+"""Number of skipped batches in a row that ends a run, and largest number of rollbacks without progress."""
+ACTION_KEYS = {
     "loss_spike": "on_spike",
     "grad_norm_spike": "on_spike",
     "non_finite": "on_nonfinite",
 }
-"""Field of `watch` that sets the action for each event."""
+"""Key of the section `watch` that sets the action for each event."""
 
 
 class Safeguard:
     """Decides which steps count, and when a run skips a batch, rolls back or stops.
 
-    A skipped step leaves no trace. `global_step`, and with it learning rate and random numbers, stays as it
-    was, and only the data advances.
+    A skipped step leaves no trace but that its batch is used up. `global_step` does not advance, and learning
+    rate and random numbers depend on it.
 
     Args:
         watch: Section `watch` of the recipe.
@@ -65,13 +65,14 @@ class Safeguard:
             "loss": SpikeDetector(LOSS_THRESHOLD),
             "gradient norm": SpikeDetector(GRAD_NORM_THRESHOLD),
         }
-        self._left_out = 0
+        self._skipped_in_a_row = 0
         self.is_nonfinite = False
         """Whether the last skipped step had an infinite or NaN loss or gradient."""
+        # Pairs of step and positions of its samples in the data order, [first, last).
         self._samples: deque[tuple[int, tuple[int, int]]] = deque(maxlen=steps_kept + watch.rollback_steps)
-        self._stretches: list[tuple[int, int]] = []
-        self._backs = 0
-        self._furthest = 0
+        self._excluded: list[tuple[int, int]] = []  # positions that rollbacks excluded, [first, last) each
+        self._rollbacks_in_a_row = 0
+        self._last_bad_step = 0
 
     @property
     def detectors(self) -> tuple[SpikeDetector, SpikeDetector]:
@@ -80,7 +81,7 @@ class Safeguard:
 
     @property
     def rolls_back(self) -> bool:
-        """Return whether the run may roll back to a checkpoint."""
+        """Whether the run may roll back to a checkpoint."""
         return "rollback" in (self._watch.on_spike, self._watch.on_nonfinite)
 
     @property
@@ -95,7 +96,9 @@ class Safeguard:
     def accepts_step(
         self, step: int, result: StepResult, samples: tuple[int, int], describe: Callable[[int, int], str]
     ) -> bool:
-        """Return whether a step counts. If steps may be skipped, this waits for the device.
+        """Return whether a step counts. If steps may be skipped, this synchronizes with the device.
+
+        A skipped step is reported.
 
         Args:
             step: Number of the step if it counts.
@@ -111,71 +114,96 @@ class Safeguard:
             return True
         assert result.loss is not None
         assert result.grad_norm is not None
-        norm = torch.as_tensor(result.grad_norm, dtype=torch.float64, device=result.loss.device)
-        loss, norm_now, skipped = torch.stack([result.loss, norm, result.skipped.double()]).tolist()
-        seen = {"loss": loss, "gradient norm": norm_now}
-        is_finite = all(map(math.isfinite, seen.values()))
+        grad_norm = torch.as_tensor(result.grad_norm, dtype=torch.float64, device=result.loss.device)
+        # In one tensor, so that the host waits only once.
+        loss, norm, skipped = torch.stack([result.loss, grad_norm, result.skipped.double()]).tolist()
+        values = {"loss": loss, "gradient norm": norm}
+        is_finite = all(map(math.isfinite, values.values()))
         if result.loss_scale is not None and self._watch.on_spike == "skip":
             # In fp16 the gradient of a loss that is much too high overflows: a spike, not a non-finite loss.
             is_finite |= math.isfinite(loss) and loss > self._detectors["loss"].limit
-        action = self._watch.on_spike if is_finite else self._watch.on_nonfinite
-        action = "log" if result.is_loss_scale_search else action
-        spikes = [name for name, detector in self._detectors.items() if seen[name] > detector.limit]
+        if result.is_loss_scale_search:
+            action = "log"
+        else:
+            action = self._watch.on_spike if is_finite else self._watch.on_nonfinite
+        spikes = [name for name, detector in self._detectors.items() if values[name] > detector.limit]
         if self._watch.on_spike == "skip" and (is_finite or action == "skip"):
             for name, detector in self._detectors.items():
-                detector.add(seen[name])
+                detector.add(values[name])
         if not skipped or action != "skip":
-            self._left_out = 0
+            self._skipped_in_a_row = 0
             self._samples.append((step, samples))
             return True
-        self._left_out += 1
+        self._skipped_in_a_row += 1
         self.is_nonfinite = not is_finite
         spikes = spikes if is_finite else []
-        self._tell(step, self._describe_skip(step, seen, spikes, samples, describe(*samples)))
-        self._end_if_hopeless(self._left_out, is_finite)
+        self._tell(step, self._describe_skip(step, values, spikes, samples, describe(*samples)))
+        self._stop_after_many_skips(is_finite)
         return False
 
     def _describe_skip(
         self,
         step: int,
-        seen: Mapping[str, float],
+        values: Mapping[str, float],
         spikes: Sequence[str],
         samples: tuple[int, int],
-        named: str,
+        description: str,
     ) -> Event:
-        what = " and ".join(
-            f"its {name} of {seen[name]:.4g} is above {self._detectors[name].limit:.4g}" for name in spikes
+        """Return the event of a skipped batch.
+
+        Args:
+            step: Number that the step would have had.
+            values: Loss and gradient norm of the step.
+            spikes: Names of the values above their limits; empty if a value is infinite or NaN.
+            samples: Positions of the batch in the data order, [first, last).
+            description: Description of the samples.
+        """
+        reason = " and ".join(
+            f"its {name} of {values[name]:.4g} is above {self._detectors[name].limit:.4g}" for name in spikes
         )
-        what = what or f"its loss is {seen['loss']:.4g} and its gradient norm {seen['gradient norm']:.4g}"
-        first, last = samples
+        if not spikes:
+            reason = f"its loss is {values['loss']:.4g} and its gradient norm {values['gradient norm']:.4g}"
+        first = samples[0]
+        last = samples[1] - 1
         return Event(
             "skip",
-            f"step {step}: a batch is left out, {what}; samples {first} to {last - 1} of the order: {named}",
-            "look at these samples; loader.leave_out keeps them out of the next run",
+            f"step {step}: a batch is skipped, because {reason}; samples {first} to {last} of the data "
+            f"order: {description}",
+            "look at these samples; loader.leave_out excludes them from the next run",
             fields={
-                "loss": seen["loss"],
-                "grad_norm": seen["gradient norm"],
+                "loss": values["loss"],
+                "grad_norm": values["gradient norm"],
                 "first_sample": first,
-                "last_sample": last - 1,
+                "last_sample": last,
             },
         )
 
-    def _end_if_hopeless(self, times: int, is_finite: bool) -> None:
-        if times < MOST_IN_A_ROW:
+    def _stop_after_many_skips(self, is_finite: bool) -> None:
+        """Raise an error if too many batches in a row were skipped.
+
+        Args:
+            is_finite: Whether the last of them was skipped for a spike.
+        """
+        count = self._skipped_in_a_row
+        if count < MAX_IN_A_ROW:
             return
         if not is_finite:
             raise NonFiniteLossError(
-                f"the last {times} batches had an infinite or NaN loss or gradient and were left out "
-                "(watch.on_nonfinite: skip); it is not the data alone: lower optimizer.learning_rate, raise "
-                "schedule.warmup, or go back with watch.on_nonfinite=rollback"
+                f"the last {count} batches had an infinite or NaN loss or gradient and were skipped "
+                "(watch.on_nonfinite: skip), so the data alone is not the cause; lower "
+                "optimizer.learning_rate, raise schedule.warmup, or set watch.on_nonfinite=rollback"
             )
         raise StoppedError(
-            f"the last {times} batches were left out as spikes (watch.on_spike: skip): it is the weights "
-            "that have moved; go back with watch.on_spike=rollback, or lower optimizer.learning_rate"
+            f"the last {count} batches were skipped as spikes (watch.on_spike: skip), so the weights have "
+            "changed rather than the data; set watch.on_spike=rollback, or lower optimizer.learning_rate"
         )
 
     def find_samples(self, step: int) -> tuple[int, int] | None:
-        """Return the positions of a recent step in the data order, [first, last); `None` if forgotten."""
+        """Return the positions of a step's samples in the data order, [first, last).
+
+        Returns:
+            `None` if the step is older than those that are remembered.
+        """
         return dict(self._samples).get(step)
 
     def act_on_alert(self, step: int, event: Event) -> RollbackRequested | None:
@@ -187,51 +215,61 @@ class Safeguard:
         Raises:
             StoppedError: The recipe ends the run on this alert.
         """
-        field = CAUSES.get(event.name)
-        action = getattr(self._watch, field) if field is not None else "log"
+        key = ACTION_KEYS.get(event.name)
+        action = getattr(self._watch, key) if key is not None else "log"
         bad_step = int(event.fields.get("at_step", step))
         if action == "stop":  # the event has already reported what happened and what to try
-            raise StoppedError(f"{event.name} at step {bad_step} ends the run (watch.{field}: stop)")
+            raise StoppedError(f"{event.name} at step {bad_step} ends the run (watch.{key}: stop)")
         if action == "rollback":
             return RollbackRequested(bad_step, event)
         return None
 
-    def begin_rollback(self, found: RollbackRequested) -> int:
-        """Return the last step whose checkpoint the run may resume from.
+    def begin_rollback(self, request: RollbackRequested) -> int:
+        """Count a rollback, and return the last step whose checkpoint the run may resume from.
 
         Raises:
             StoppedError: The run rolled back too often without progress.
         """
-        self._backs = self._backs + 1 if found.step <= self._furthest else 1
-        self._furthest = max(self._furthest, found.step)
-        if self._backs > MOST_IN_A_ROW:
+        made_progress = request.step > self._last_bad_step
+        self._rollbacks_in_a_row = 1 if made_progress else self._rollbacks_in_a_row + 1
+        self._last_bad_step = max(self._last_bad_step, request.step)
+        if self._rollbacks_in_a_row > MAX_IN_A_ROW:
             raise StoppedError(
-                f"the run went back {MOST_IN_A_ROW} times and came no further than {found.why.name} at step "
-                f"{found.step}: lower optimizer.learning_rate, or look at the data"
+                f"the run rolled back {MAX_IN_A_ROW} times and did not get beyond {request.why.name} at step "
+                f"{request.step}: lower optimizer.learning_rate, or look at the data"
             )
-        return max(found.step - self._watch.rollback_steps, 0)
+        return max(request.step - self._watch.rollback_steps, 0)
 
-    def leave_out(self, found: RollbackRequested) -> list[tuple[int, int]]:
-        """Return the positions that no later step may read, for this rollback and all before it.
+    def exclude_samples(self, request: RollbackRequested) -> list[tuple[int, int]]:
+        """Exclude the samples of the steps up to a bad one, and forget the samples of all steps.
 
-        They are intervals [first, last) of the data order. Checkpoints store them with the position.
+        Returns:
+            Positions that no later step may read, for this rollback and all before it: intervals
+            [first, last) of the data order.
         """
-        first = found.step - self._watch.rollback_steps
-        self._stretches += [samples for step, samples in self._samples if first < step <= found.step]
+        first_step = request.step - self._watch.rollback_steps + 1
+        self._excluded += [samples for step, samples in self._samples if first_step <= step <= request.step]
         self._samples.clear()
-        return self._stretches
+        return self._excluded
 
     def describe_rollback(
-        self, found: RollbackRequested, abandoned: int, step: int, stretches: Sequence[tuple[int, int]]
+        self, request: RollbackRequested, abandoned: int, step: int, excluded: Sequence[tuple[int, int]]
     ) -> Event:
-        """Return the event of a rollback from step `abandoned` to `step`."""
-        first = min(a for a, _ in stretches)
-        last = max(b for _, b in stretches)
+        """Return the event of a rollback.
+
+        Args:
+            request: Bad step and the event that reported it.
+            abandoned: Number of the step that the run had reached.
+            step: Number of the checkpoint's step, from which the run continues.
+            excluded: Positions that `exclude_samples` returned.
+        """
+        first = min(first for first, _ in excluded)
+        last = max(last for _, last in excluded) - 1
         return Event(
             ROLLBACK,
-            f"the run continues from step {step}, and skips samples {first} to {last - 1} of the data order: "
-            f"{found.why.message}",
-            fields={"from_step": abandoned, "first_sample": first, "last_sample": last - 1},
+            f"the run continues from step {step}, and skips samples {first} to {last} of the data order: "
+            f"{request.why.message}",
+            fields={"from_step": abandoned, "first_sample": first, "last_sample": last},
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,9 +283,9 @@ class Safeguard:
                 detector.load_state_dict(state[name])
 
 
-MOST_EXAMINED = 3  # bad steps of one process whose cause is searched for
+MAX_CAUSE_SEARCHES = 3  # per process
 CAUSE_ADVICE = "look at these samples and at that part of the model"
-NOT_KNOWN = "not known any more"
+UNKNOWN_SAMPLES = "no longer known"
 
 
 @dataclass
@@ -258,9 +296,13 @@ class Recovery:
     engine: Engine
     objective: Objective
     source: BatchSource
+    """Source of this rank's training batches."""
     plan: BatchPlan
+    """Division of a step's batch into micro-batches."""
     seed: int
+    """Seed of the run."""
     adds_noise: bool
+    """Whether batches carry the keys of the noise on embeddings (`model.neftune_alpha`)."""
     checkpoints: CheckpointStore
     safeguard: Safeguard
     replica_check: ReplicaCheck | None
@@ -271,31 +313,35 @@ class Recovery:
 
     def __post_init__(self) -> None:
         self._replayable = self.source if isinstance(self.source, ReplayableSource) else None
-        self._examined = 0
+        self._num_searches = 0
 
     def describe(self, first: int, last: int) -> str:
-        """Return a description of the samples at [first, last) of the data order."""
-        return NOT_KNOWN if self._replayable is None else self._replayable.describe(first, last)
+        """Return a description of the samples at [first, last) of the data order, for a message."""
+        return UNKNOWN_SAMPLES if self._replayable is None else self._replayable.describe(first, last)
 
     def handle_alert(self, step: int, event: Event) -> RollbackRequested | None:
         """Report an alert with its samples or its cause, and act on it as the recipe says.
+
+        Returns:
+            The request for a rollback; `None` if none is needed.
 
         Raises:
             StoppedError: See Safeguard.act_on_alert.
         """
         if event.name == NO_TARGETS and "at_step" in event.fields:
             samples = self.safeguard.find_samples(int(event.fields["at_step"]))
-            named = NOT_KNOWN if samples is None else self.describe(*samples)
-            event = replace(event, message=f"{event.message}; samples: {named}")
+            description = UNKNOWN_SAMPLES if samples is None else self.describe(*samples)
+            event = replace(event, message=f"{event.message}; samples: {description}")
         self.trackers.tell(step, event)
         if event.name == "non_finite" and event.level != "info":
-            bad = int(event.fields["at_step"])
-            if (samples := self.safeguard.find_samples(bad)) is not None:
-                self.find_nonfinite_cause(bad, samples)
+            bad_step = int(event.fields["at_step"])
+            samples = self.safeguard.find_samples(bad_step)
+            if samples is not None:
+                self.find_nonfinite_cause(bad_step, samples)
         return self.safeguard.act_on_alert(step, event)
 
     def roll_back(self, request: RollbackRequested, abandoned: int) -> dict[str, Any]:
-        """Restore the newest checkpoint before a bad step, and leave out the samples of the steps around it.
+        """Restore the newest checkpoint before a bad step, and exclude the samples of the steps up to it.
 
         Args:
             request: Bad step and the event that reported it.
@@ -307,56 +353,66 @@ class Recovery:
         Raises:
             StoppedError: There is no such checkpoint, or the run rolled back too often.
         """
-        until = self.safeguard.begin_rollback(request)
+        last_good_step = self.safeguard.begin_rollback(request)
         self.job.progress.start_activity("resuming", abandoned)
         with self.meters.exclude_from_step_time("checkpoint"):
-            remembered = self.checkpoints.roll_back(self.engine, until)
-        if remembered is None:
+            state = self.checkpoints.roll_back(self.engine, last_good_step)
+        if state is None:
             raise StoppedError(
-                f"{request.why.name} at step {request.step}: there is no checkpoint of step {until} or "
-                "earlier to roll back to; lower checkpoint.every or watch.rollback_steps, or raise "
+                f"{request.why.name} at step {request.step}: there is no checkpoint of step {last_good_step} "
+                "or earlier to roll back to; lower checkpoint.every or watch.rollback_steps, or raise "
                 "checkpoint.keep_last"
             )
-        step = int(remembered["global_step"])
-        stretches = self.safeguard.leave_out(request)
-        self.source.load_state_dict(remembered)
+        step = int(state["global_step"])
+        excluded = self.safeguard.exclude_samples(request)
+        self.source.load_state_dict(state)
         if self._replayable is not None:
-            self._replayable.leave_out(stretches)
-        self.safeguard.load_state_dict(remembered.get("safeguard", {}))
-        restore_alerts(self.alerts, remembered.get("watchers", {}))
+            self._replayable.leave_out(excluded)
+        self.safeguard.load_state_dict(state.get("safeguard", {}))
+        restore_alerts(self.alerts, state.get("watchers", {}))
         if self.callbacks is not None:
-            self.callbacks.load_state_dict(remembered.get("callbacks", {}))
+            self.callbacks.load_state_dict(state.get("callbacks", {}))
         if self.replica_check is not None:
             self.replica_check.note_rollback(step)
         self.meters.restart()
-        self.trackers.tell(step, self.safeguard.describe_rollback(request, abandoned, step, stretches))
-        return remembered
+        self.trackers.tell(step, self.safeguard.describe_rollback(request, abandoned, step, excluded))
+        return state
 
-    def report_corruption(self, step: int, found: Event) -> None:
+    def report_corruption(self, step: int, event: Event) -> None:
         """Report that replicas differ, and end the run if the recipe says so.
 
+        Args:
+            step: Number of steps completed.
+            event: Event of the comparison, see ReplicaCheck.end.
+
         Raises:
-            DeviceFailedError: The recipe ends the run. Later checkpoints no longer count.
+            DeviceFailedError: The recipe ends the run. Before that, checkpoints after the last comparison
+                without a difference are marked, so that no run resumes from them.
         """
         check = self.replica_check
         assert check is not None
-        self.trackers.tell(step, found)
+        self.trackers.tell(step, event)
         if check.stops_run:
             self.checkpoints.distrust_after(check.good_until)
             raise DeviceFailedError(
-                f"{found.name} at step {step} on ranks {found.fields['ranks']}: no checkpoint after step "
-                f"{check.good_until} counts any more; the same command resumes from an earlier one "
-                "(watch.on_corruption)"
+                f"{event.name} at step {step} on ranks {event.fields['ranks']} (watch.on_corruption: stop): "
+                f"checkpoints after step {check.good_until} are no longer used; the same command resumes "
+                "from an earlier one"
             )
 
     def find_nonfinite_cause(self, step: int, samples: tuple[int, int]) -> None:
         """Repeat a bad step and report which tensor was infinite or NaN first, see NonFiniteCauseSearch.
 
-        Good steps measure nothing for this, and the repeated step leaves no trace.
+        Good steps measure nothing for this, and the repeated step leaves no trace. Does nothing after
+        MAX_CAUSE_SEARCHES searches, or if the source cannot read batches again.
+
+        Args:
+            step: Number of the bad step.
+            samples: Positions of its samples in the data order, [first, last).
         """
-        if self._examined == MOST_EXAMINED or self._replayable is None:
+        if self._num_searches == MAX_CAUSE_SEARCHES or self._replayable is None:
             return
-        self._examined += 1
+        self._num_searches += 1
         micro_batches = self._replayable.read_again(samples[0])
         if self.adds_noise:
             micro_batches = add_noise_keys(micro_batches, self.seed, step - 1)
@@ -364,11 +420,13 @@ class Recovery:
         search = NonFiniteCauseSearch(self.engine, self.objective, self.job, self.plan, seed)
         cause = search.find(micro_batches)
         if cause is None:
-            message = f"step {step} is finite when repeated: the weights have changed, or it was chance"
+            message = (
+                f"step {step} is finite when repeated: the weights have changed, or the failure is random"
+            )
             self.trackers.tell(step, Event("non_finite_cause", message, level="info"))
             return
         rank = self.job.rank_processes[cause.rank] if self.job.rank_processes else "this process"
-        message = f"step {step}: the first that is infinite or NaN is {cause.describe(rank)}"
+        message = f"step {step}: the first infinite or NaN value is {cause.describe(rank)}"
         self.trackers.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
 
 

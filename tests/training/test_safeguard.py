@@ -17,7 +17,7 @@ from pipeline.engine.interface import StepResult
 from pipeline.errors import NonFiniteLossError, StoppedError
 from pipeline.monitoring.events import Event
 from pipeline.monitoring.trackers.jsonl import iterate_record
-from pipeline.training.safeguard import MOST_IN_A_ROW, Safeguard
+from pipeline.training.safeguard import MAX_IN_A_ROW, Safeguard
 
 
 def both(job: Job, split, folder: str):
@@ -186,11 +186,11 @@ def test_a_run_that_only_leaves_out_ends(bad, kind):
     limits = safeguard.limits
     assert limits is not None
     assert 2.0 < limits.loss < 5.0
-    for _ in range(MOST_IN_A_ROW - 1):
+    for _ in range(MAX_IN_A_ROW - 1):
         assert not safeguard.accepts_step(41, bad(), (0, 8), lambda first, last: "wiki 7")
-    with pytest.raises(kind, match=f"the last {MOST_IN_A_ROW} batches"):
+    with pytest.raises(kind, match=f"the last {MAX_IN_A_ROW} batches"):
         safeguard.accepts_step(41, bad(), (0, 8), lambda first, last: "wiki 7")
-    assert len(told) == MOST_IN_A_ROW
+    assert len(told) == MAX_IN_A_ROW
     assert "wiki 7" in told[0].message
 
 
@@ -222,9 +222,9 @@ def test_in_fp16_a_gradient_that_overflows_is_what_its_loss_is(
 def test_a_run_that_goes_back_and_back_ends():
     safeguard = Safeguard(WatchConfig(on_spike="rollback"), 1, lambda step, event: None)
     spike = Event("loss_spike", "the loss of step 41 is high", fields={"at_step": 41})
-    for _ in range(MOST_IN_A_ROW):
+    for _ in range(MAX_IN_A_ROW):
         rollback = safeguard.act_on_alert(45, spike)
         assert rollback is not None
         assert safeguard.begin_rollback(rollback) == 33
-    with pytest.raises(StoppedError, match="came no further"):
+    with pytest.raises(StoppedError, match="did not get beyond loss_spike"):
         safeguard.begin_rollback(rollback)
