@@ -1,8 +1,8 @@
 """Runs callbacks, a user's own code at named moments of a run, and defines the callback EarlyStopping.
 
-Callbacks run only on rank 0, so that ranks never get different answers. An answer to a row is sent with the
-flags of the next step, which needs no further collective. Answers before the first step and after an
-evaluation are broadcast, because the host waits there anyway.
+Callbacks run only on rank 0, so that ranks never get different answers. Requests in an answer to a row are
+sent to all ranks with the flags of the next step, which needs no further collective. Requests before the
+first step and after an evaluation are broadcast, because the host waits there anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from pipeline.distributed.process_group import Job
 
 EARLY_STOPPING = "early_stopping"
+"""Name of the callback that the section `early_stopping` adds."""
 MOMENTS = ("run_begins", "after_row", "after_evaluation", "before_save", "run_ends")
+"""Names of the methods of Callback that a run calls."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,14 @@ class Moment:
     samples: int
     """Number of samples seen, over all ranks."""
     tokens: float
-    """Number of tokens seen, over all ranks; 0 if the run counts something else."""
+    """Number of tokens seen, over all ranks; 0 if the run counts samples or pairs instead."""
     config: RunConfig
     """The recipe."""
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Row as in metrics.jsonl, for `after_row` and `after_evaluation`; else empty."""
     is_finished: bool = False
-    """Whether the run is complete, for `run_ends`. If not, a signal stopped it, and the same command resumes
-    it."""
+    """Whether the run is complete, for `run_ends`. If it is not, a signal stopped the run, and the same
+    command resumes it."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,18 @@ class Answer:
     """Requests of a callback, on which all ranks act."""
 
     alert: Event | None = None
-    """Event for metrics.jsonl and for everything that shows alerts."""
+    """Event for metrics.jsonl, and for all trackers that show alerts; `None` for none."""
     evaluate: bool = False
     """Whether to evaluate now."""
     save: bool = False
     """Whether to write a checkpoint now."""
     stop: str = ""
-    """Reason to end the run as its last step would: with an evaluation, a checkpoint and a summary."""
+    """Reason to end the run, as at its last step with an evaluation, a checkpoint and a summary; empty to
+    continue."""
 
     @property
     def requests(self) -> set[str]:
-        """Names of the requests that change what the run does."""
+        """Names of the fields that ask the run for something: `evaluate`, `save`, `stop`."""
         return {name for name in ("evaluate", "save", "stop") if getattr(self, name)}
 
 
@@ -94,7 +97,7 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Ends a run whose evaluation no longer improves. The recipe's section `early_stopping` makes it.
+    """Ends a run whose evaluation no longer improves. The section `early_stopping` of a recipe adds it.
 
     Args:
         patience: Number of evaluations in a row without an improvement that end the run.
@@ -110,39 +113,44 @@ class EarlyStopping(Callback):
         self._sign = 1 if is_lowest else -1
         self._best: float | None = None
         self._best_step = 0
-        self._without = 0
+        self._evaluations_since_best = 0
 
     def run_begins(self, now: Moment) -> Answer | None:
-        """Stop a run that had ended here and was started again with the same patience."""
-        return self._judge()
+        """Stop again if early stopping has ended this run before and the patience is the same."""
+        return self._stop_if_impatient()
 
     def after_evaluation(self, now: Moment) -> Answer | None:
-        """Count the evaluation."""
+        """Count the evaluation, and stop the run if too many did not improve."""
         value = now.metrics.get(self._key, math.nan)  # missing if nothing was counted
         improves = self._best is None or self._sign * (self._best - value) > self._min_delta
         if improves and not math.isnan(value):
             self._best = value
             self._best_step = now.step
-            self._without = 0
+            self._evaluations_since_best = 0
         else:
-            self._without += 1
-        return self._judge()
+            self._evaluations_since_best += 1
+        return self._stop_if_impatient()
 
-    def _judge(self) -> Answer | None:
-        if self._without < self._patience:
+    def _stop_if_impatient(self) -> Answer | None:
+        if self._evaluations_since_best < self._patience:
             return None
         best = f"best {self._best:.4g} at step {self._best_step}" if self._best is not None else "always NaN"
-        return Answer(stop=f"{self._key} did not improve in {self._without} evaluations, {best}")
+        count = self._evaluations_since_best
+        return Answer(stop=f"{self._key} did not improve in {count} evaluations, {best}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, its step and the evaluations since then."""
-        return {"best": self._best, "best_step": self._best_step, "without": self._without}
+        """Return the best value, its step and the number of evaluations since then."""
+        return {
+            "best": self._best,
+            "best_step": self._best_step,
+            "without": self._evaluations_since_best,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best value, its step and the count."""
         self._best = state["best"]
         self._best_step = state["best_step"]
-        self._without = state["without"]
+        self._evaluations_since_best = state["without"]
 
 
 class CallbackRunner:
@@ -156,7 +164,7 @@ class CallbackRunner:
         config: Recipe of the run.
         job: Ranks of the job.
         tell: Receives the step and an alert.
-        has_eval: Whether data is held out; otherwise requests to evaluate are dropped.
+        has_eval: Whether data is held out; otherwise requests to evaluate are ignored.
     """
 
     def __init__(
@@ -175,30 +183,45 @@ class CallbackRunner:
         """Step of the last evaluation, also of one before a resume."""
         self._possible = {"save", "stop", *(["evaluate"] if has_eval else [])}
         self._open: set[str] = set()
+        # Open requests that other ranks have received or will receive with the flags of a step.
         self._sent: set[str] = set()
-        self._arriving: set[str] = set()
+        # Requests that were sent before a resume, for `run_begins`.
+        self._sent_before_resume: set[str] = set()
         self.reason = ""
         """Reason to stop the run, known only on rank 0; empty if there is none."""
-        self._initial = self._states()
+        self._initial_states = self._collect_states()
 
-    def moment(self, step: int, samples: int, tokens: float, **more: Any) -> Moment:
+    def build_moment(self, step: int, samples: int, tokens: float, **more: Any) -> Moment:
         """Return the moment to pass to callbacks; `more` are its further fields."""
         metrics = MappingProxyType(dict(more.pop("metrics", {})))
         return Moment(step, samples, tokens, self._config, metrics, **more)
 
     def run_begins(self, now: Moment) -> set[str]:
-        """Return the requests that all ranks act on now. Collective."""
-        return self._agree(self._arriving | self.call("run_begins", now))
+        """Call `run_begins` of the callbacks; return the requests that all ranks act on now. Collective."""
+        return self._broadcast(self._sent_before_resume | self.call("run_begins", now))
 
     def after_evaluation(self, now: Moment) -> set[str]:
-        """Return the requests that all ranks act on now. Collective."""
+        """Call `after_evaluation` of the callbacks; return the requests that all ranks act on now.
+
+        Collective. A request to evaluate counts as done.
+        """
         self.evaluated_at = now.step
-        requests = self._agree(self.call("after_evaluation", now))
-        self.close("evaluate")
+        requests = self._broadcast(self.call("after_evaluation", now))
+        self.mark_done("evaluate")
         return requests - {"evaluate"}
 
     def call(self, moment: str, now: Moment) -> set[str]:
-        """Call one moment of every callback; return the requests. Does nothing on other ranks."""
+        """Call one method of every callback, report their alerts, and open and return their requests.
+
+        Does nothing on ranks other than 0.
+
+        Args:
+            moment: Name of the method, one of MOMENTS.
+            now: Argument of the method.
+
+        Raises:
+            CallbackError: A callback raised an exception, or returned something else than an answer.
+        """
         requests: set[str] = set()
         for name, callback in self._callbacks:
             with _name_failures(f"{name}.{moment} at step {now.step}"):
@@ -208,29 +231,30 @@ class CallbackRunner:
                 if not isinstance(answer, Answer):
                     raise TypeError(f"it returned {answer!r}; expected None or a pipeline.Answer")
                 if answer.alert is not None:
-                    self._alert(now.step, answer.alert)
+                    self._report_alert(now.step, answer.alert)
             requests |= answer.requests & self._possible
             if answer.stop:
                 self.reason = self.reason or f"{name}: {answer.stop}"
         self._open |= requests
         return requests
 
-    def _alert(self, step: int, alert: Event) -> None:
+    def _report_alert(self, step: int, alert: Event) -> None:
         if alert.name in RESERVED_EVENT_NAMES:
             raise ValueError(f"{alert.name!r} is an event of the run itself; give the alert another name")
         self._tell(step, alert)
 
-    def _agree(self, requests: set[str]) -> set[str]:
+    def _broadcast(self, requests: set[str]) -> set[str]:
+        """Return rank 0's requests on all ranks."""
         self._sent |= requests
         return set(self._job.broadcast_object(sorted(requests)))
 
     def take_requests(self) -> set[str]:
-        """Return the requests that go with the flags of the next step. Empty on other ranks."""
+        """Return the requests to send with the flags of the next step, each once. Empty on other ranks."""
         new = self._open - self._sent
         self._sent |= new
         return new
 
-    def close(self, *requests: str) -> None:
+    def mark_done(self, *requests: str) -> None:
         """Mark requests as done."""
         self._open -= set(requests)
         self._sent -= set(requests)
@@ -240,14 +264,15 @@ class CallbackRunner:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. Only rank 0's value is complete."""
         return {
-            "states": self._states(),
+            "states": self._collect_states(),
             "open": sorted(self._open),
             "sent": sorted(self._sent),
             "reason": self.reason,
             "evaluated_at": self.evaluated_at,
         }
 
-    def _states(self) -> list[list[Any]]:
+    def _collect_states(self) -> list[list[Any]]:
+        """Return name and state of each callback. The states are copies."""
         states = []
         for name, callback in self._callbacks:
             with _name_failures(f"{name}.state_dict"):
@@ -255,31 +280,34 @@ class CallbackRunner:
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint. A callback that is not in it starts from its initial state."""
+        """Restore the state of a checkpoint. A callback that the checkpoint lacks gets its initial state.
+
+        Several callbacks of one name get their states in the order of the recipe.
+        """
         self.evaluated_at = state.get("evaluated_at", -1)
         if not self._callbacks:
             return
-        known = list(state.get("states", []))
-        for (name, callback), (_, initial) in zip(self._callbacks, self._initial, strict=True):
-            found = next((each for each in known if each[0] == name), None)
-            if found is not None:
-                known.remove(found)
+        stored = list(state.get("states", []))
+        for (name, callback), (_, initial) in zip(self._callbacks, self._initial_states, strict=True):
+            own = next((entry for entry in stored if entry[0] == name), None)
+            if own is not None:
+                stored.remove(own)
             with _name_failures(f"{name}.load_state_dict"):
-                callback.load_state_dict(initial if found is None else found[1])
+                callback.load_state_dict(initial if own is None else own[1])
         self._open = set(state.get("open", []))
         self._sent = set()
-        self._arriving = set(state.get("sent", []))
+        self._sent_before_resume = set(state.get("sent", []))
         self.reason = state.get("reason", "")
 
 
 @contextmanager
-def _name_failures(what: str) -> Iterator[None]:
-    """Raise a failure of a callback as one line that names it; the log keeps the traceback.
+def _name_failures(method: str) -> Iterator[None]:
+    """Raise a failure of a callback as one line that names the callback; the traceback goes to the log.
 
     Args:
-        what: Name of the callback and of its method.
+        method: Name of the callback and of its method.
     """
-    with errors_in_one_line(f"callbacks: {what}", CallbackError):
+    with errors_in_one_line(f"callbacks: {method}", CallbackError):
         try:
             yield
         except PipelineError:
@@ -290,18 +318,18 @@ def _name_failures(what: str) -> Iterator[None]:
 
 
 def import_callbacks(config: RunConfig) -> list[tuple[str, Callable[[], Callback]]]:
-    """Return name and constructor of each callback that a recipe names.
+    """Return name and constructor of each callback of a recipe: early stopping, then the section `callbacks`.
 
     Raises:
         ConfigError: An import path is wrong, or names no callback.
     """
-    found: list[tuple[str, Callable[[], Callback]]] = []
+    constructors: list[tuple[str, Callable[[], Callback]]] = []
     if config.early_stopping is not None:
-        found.append((EARLY_STOPPING, lambda: _early_stopping(config)))
-    return found + [(each.kind, _constructor(each)) for each in config.callbacks]
+        constructors.append((EARLY_STOPPING, lambda: _build_early_stopping(config)))
+    return constructors + [(each.kind, _import_constructor(each)) for each in config.callbacks]
 
 
-def _early_stopping(config: RunConfig) -> EarlyStopping:
+def _build_early_stopping(config: RunConfig) -> EarlyStopping:
     section = config.early_stopping
     assert section is not None
     return EarlyStopping(
@@ -309,22 +337,29 @@ def _early_stopping(config: RunConfig) -> EarlyStopping:
     )
 
 
-def _constructor(config: CallbackConfig) -> Callable[[], Callback]:
-    found = import_object(config.kind, ConfigError)
-    if not (isinstance(found, type) and issubclass(found, Callback)):
+def _import_constructor(config: CallbackConfig) -> Callable[[], Callback]:
+    """Return a function that makes the callback with its `args`.
+
+    Raises:
+        ConfigError: The import path is wrong, names no callback, or the callback has other arguments.
+    """
+    cls = import_object(config.kind, ConfigError)
+    if not (isinstance(cls, type) and issubclass(cls, Callback)):
         raise ConfigError(f"callbacks: {config.kind} is no subclass of pipeline.Callback")
-    if all(getattr(found, moment) is getattr(Callback, moment) for moment in MOMENTS):
-        raise ConfigError(f"callbacks: {config.kind} has no moment; write one of {', '.join(MOMENTS)}")
+    if all(getattr(cls, moment) is getattr(Callback, moment) for moment in MOMENTS):
+        raise ConfigError(
+            f"callbacks: {config.kind} overrides no method of Callback; write one of {', '.join(MOMENTS)}"
+        )
     message = f"callbacks: {config.kind} cannot be called with its args"
-    check_signature(found, message, ConfigError, **config.args)
-    return lambda: found(**config.args)
+    check_signature(cls, message, ConfigError, **config.args)
+    return lambda: cls(**config.args)
 
 
 def build_callbacks(
     config: RunConfig,
     job: Job,
     tell: Callable[[int, Event], None],
-    remembered: Mapping[str, Any],
+    checkpoint_state: Mapping[str, Any],
     *,
     has_eval: bool,
 ) -> CallbackRunner | None:
@@ -333,23 +368,24 @@ def build_callbacks(
     Args:
         config: Recipe of the run.
         job: Ranks of the job.
-        tell: See CallbackRunner.
-        remembered: State of the checkpoint that the run resumes from; empty for a new run.
+        tell: Receives the step and an alert.
+        checkpoint_state: State of the checkpoint that the run resumes from; empty for a new run.
         has_eval: Whether data is held out to evaluate on.
 
     Raises:
-        ConfigError: See import_callbacks; or early stopping has no evaluation.
+        ConfigError: See import_callbacks; or the recipe has early stopping and no data is held out.
+        CallbackError: A callback's constructor or one of its methods for checkpoints raised an exception.
     """
     if config.early_stopping is None and not config.callbacks:
         return None
     if config.early_stopping is not None and not has_eval:
         raise ConfigError("early_stopping: nothing is held out to evaluate on; set data.eval_fraction=0.1")
-    made: list[tuple[str, Callback]] = []
+    callbacks: list[tuple[str, Callback]] = []
     if job.ranks.is_main_process:
         for name, construct in import_callbacks(config):
             with _name_failures(f"{name}.__init__"):
-                made.append((name, construct()))
-    runner = CallbackRunner(made, config, job, tell, has_eval)
-    if remembered:
-        runner.load_state_dict(remembered.get("callbacks", {}))
+                callbacks.append((name, construct()))
+    runner = CallbackRunner(callbacks, config, job, tell, has_eval)
+    if checkpoint_state:
+        runner.load_state_dict(checkpoint_state.get("callbacks", {}))
     return runner

@@ -614,7 +614,7 @@ class TrainLoop:
     def _build_moment(self, callbacks: CallbackRunner, **more: Any) -> Moment:
         """Return the moment that callbacks receive. Synchronizes with the device."""
         tokens = float(self.state.tokens_seen) if self._parts.objective.unit == "tokens" else 0.0
-        return callbacks.moment(self.state.global_step, self._parts.loader.samples_seen, tokens, **more)
+        return callbacks.build_moment(self.state.global_step, self._parts.loader.samples_seen, tokens, **more)
 
     def _after_row(self, step: int, row: Mapping[str, float]) -> None:
         """Call the callbacks with a row, which may belong to an earlier step than the current one."""
@@ -622,14 +622,14 @@ class TrainLoop:
         assert callbacks is not None
         samples = int(row["train/samples_seen"])
         tokens = row.get("train/tokens_seen", 0.0)
-        callbacks.call("after_row", callbacks.moment(step, samples, tokens, metrics=row))
+        callbacks.call("after_row", callbacks.build_moment(step, samples, tokens, metrics=row))
 
     def _call_before_save(self, *done: str) -> None:
         """Call `before_save` of the callbacks, and mark the requests `done` as done by this save."""
         callbacks = self._parts.callbacks
         if callbacks is not None:
             callbacks.call("before_save", self._build_moment(callbacks))
-            callbacks.close(*done)
+            callbacks.mark_done(*done)
         if "save" in done:
             self._requests = self._requests._replace(save=False)
 

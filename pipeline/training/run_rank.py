@@ -1,7 +1,7 @@
 """Runs one rank of a training job from start to end, and turns every way it can end into an exit code.
 
-The first failure is the one that is shown. A rank that fails claims the job's failure in the group's store.
-Ranks that fail because of it write their tracebacks only to their log files.
+Only the first failure is shown. A rank that fails claims the job's failure in the group's store. Ranks that
+fail because another rank has failed write their messages only to their log files.
 """
 
 from __future__ import annotations
@@ -44,91 +44,93 @@ from pipeline.training.api import JobContext, Run, join_job
 from pipeline.training.device_failures import TrainingAdvice, explain_failure
 from pipeline.training.run_directory import remove_created_folders
 
-REFUSALS = (ConfigError, DataError, ModelError, CheckpointError, LaunchError)
-"""Errors in what the user gave. Other PipelineErrors happen to a run that was given correctly."""
+INPUT_ERRORS = (ConfigError, DataError, ModelError, CheckpointError, LaunchError)
+"""Errors in the user's input. Other PipelineErrors happen to runs whose input is correct."""
 
 
 def run_rank(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
-    """Train one rank and return its exit code.
+    """Train one rank and return its exit code. If the process must not end normally, it exits here.
 
     Args:
         settings: From `load_settings`.
         ranks: Rank and world size of this process.
-        deepspeed: See pipeline.training.api.join_job.
+        deepspeed: DeepSpeed's configuration, see pipeline.training.api.join_job.
 
     Returns:
-        0 if the run finished, 2 for bad input, 12 out of memory, 14 if the device failed, 128 + n if signal n
-        stopped it, 124 if it hung or lost a rank (see distributed.watchdog).
+        0 if the run finished, 1 for an unexpected error, 2 for wrong input, 12 if memory ran out, 14 if the
+        device failed, 128 + n if signal n stopped it. The watchdog exits with 124 if the run hung or lost a
+        rank.
     """
-    begun: JobContext | None = None
+    context: JobContext | None = None
     try:
-        begun = join_job(settings, ranks, deepspeed)
-        return _run(settings, begun)
+        context = join_job(settings, ranks, deepspeed)
+        return _train(settings, context)
     except PipelineError as error:
-        if begun is not None and isinstance(error, REFUSALS) and not begun.has_trained:
-            remove_created_folders(begun.created_folders)
+        if context is not None and isinstance(error, INPUT_ERRORS) and not context.has_trained:
+            remove_created_folders(context.created_folders)
         if isinstance(error, (DeviceMemoryError, DeviceFailedError)):
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
-        return _end_with_failure(begun, ranks, f"error: {error}", error.exit_code)
+        return _end_with_failure(context, ranks, f"error: {error}", error.exit_code)
     except INTERRUPTS as interrupt:
-        return _end_with_failure(
-            begun, ranks, *explain_interrupt(interrupt, NO_FURTHER_CHECKPOINT), interrupt
-        )
-    except Exception as error:  # a programmer's mistake keeps its traceback
-        mistake = explain_long_path(error) if isinstance(error, OSError) else None
-        job = begun.job if begun is not None else None
+        message, code = explain_interrupt(interrupt, NO_FURTHER_CHECKPOINT)
+        return _end_with_failure(context, ranks, message, code, interrupt)
+    except Exception as error:
+        explained = explain_long_path(error) if isinstance(error, OSError) else None
+        job = context.job if context is not None else None
         device = job.device if job is not None else None
-        mistake = mistake or explain_failure(error, device, TrainingAdvice(settings, job))
-        if mistake is not None:
+        explained = explained or explain_failure(error, device, TrainingAdvice(settings, job))
+        if explained is not None:
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
-            return _end_with_failure(begun, ranks, f"error: {mistake}", mistake.exit_code)
-        return _end_with_failure(begun, ranks, traceback.format_exc(), 1, error)
+            return _end_with_failure(context, ranks, f"error: {explained}", explained.exit_code)
+        # A programmer's mistake is shown with its traceback.
+        return _end_with_failure(context, ranks, traceback.format_exc(), 1, error)
 
 
-def _run(settings: Settings, begun: JobContext) -> int:
-    job = begun.job
-    text = None
+def _train(settings: Settings, context: JobContext) -> int:
+    """Train, print the result on rank 0, leave the process group, and return the exit code."""
+    job = context.job
+    sample = None
     if job.watchdog is not None:
-        job.watchdog.before_leaving(partial(_write_report, begun))
-    with Run(settings, begun) as prepared:
+        job.watchdog.before_leaving(partial(_write_report, context))
+    with Run(settings, context) as run:
         try:
-            prepared.train()
+            run.train()
         except BaseException:
             if job.ranks.world_size > 1:
                 # The launcher's SIGTERM after a rank's exit must not cut off the error message.
                 ignore_stop_signals()
             raise
         finally:
-            begun.has_trained = prepared.global_step > 0
-        if prepared.stopped_by is None:
-            text = prepared.sample()
-    number = prepared.stopped_by
+            context.has_trained = run.global_step > 0
+        if run.stopped_by is None:
+            sample = run.sample()
+    signal_number = run.stopped_by
     if job.ranks.is_main_process:
-        _print_result(prepared, settings, text)
+        _print_result(run, settings, sample)
     elif reports_own_exit(job.ranks.local_rank == 0):
-        how = "finished" if number is None else "stopped"
-        print(f"{_format_rank(job.ranks)}: {how} at step {prepared.global_step}", file=sys.stderr, flush=True)
+        outcome = "finished" if signal_number is None else "stopped"
+        print(f"{_format_rank(job.ranks)}: {outcome} at step {run.global_step}", file=sys.stderr, flush=True)
     job.barrier()
     if job.ranks.world_size > 1:
         ignore_stop_signals()  # the launcher ends all ranks once one exits with a nonzero code
     job.close()
-    return 0 if number is None else 128 + number
+    return 0 if signal_number is None else 128 + signal_number
 
 
 def _format_rank(ranks: Ranks) -> str:
     return f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()})"
 
 
-def _print_result(run: Run, settings: Settings, text: str | None) -> None:
-    """Print the run's result, its sample and the paths of what it wrote."""
+def _print_result(run: Run, settings: Settings, sample: str | None) -> None:
+    """Write the run's report, and print its result, its sample and the paths of its files."""
     path = run.directory
     if run.stopped_by is not None:
         # The last save may have been skipped because the grace period was too short.
         saved = max(list_published_folders(path / "checkpoints"), default=None)
         continuation = "starts again" if saved is None else f"resumes from step {saved}"
         print(f"stopped at step {run.global_step}; the same command {continuation}")
-    if text is not None:
-        print(f"\nthe model wrote:\n\n{escape_unprintable(text)}\n")
+    if sample is not None:
+        print(f"\nthe model wrote:\n\n{escape_unprintable(sample)}\n")
     for line in summary_lines(path, settings.config.eval):
         print(line)
     report = write_final_report(path)
@@ -137,51 +139,66 @@ def _print_result(run: Run, settings: Settings, text: str | None) -> None:
     print(format_closing_line("run", f"{path}: metrics.jsonl, recipe.yaml, checkpoints/"), flush=True)
 
 
-def _write_report(begun: JobContext) -> None:
-    """Write the report of a failed run: on rank 0, or if it is gone, on the rank that shows the failure."""
-    directory = begun.directory
-    if (
-        directory is None
-        or not directory.exists()
-        or (not begun.job.ranks.is_main_process and is_run_locked(directory))
-    ):
+def _write_report(context: JobContext) -> None:
+    """Write the report of a failed run, and print its path.
+
+    Rank 0 writes it, or if that process is gone, the rank that shows the failure.
+    """
+    directory = context.directory
+    if directory is None or not directory.exists():
         return
-    if (report := write_final_report(directory)) is not None:
+    # Rank 0 holds the lock until its process ends.
+    if not context.job.ranks.is_main_process and is_run_locked(directory):
+        return
+    report = write_final_report(directory)
+    if report is not None:
         with suppress(OSError):  # not through sys.stdout, whose lock a stuck thread may hold
             os.write(STDOUT, f"{format_closing_line('report', report)}\n".encode())
 
 
 def _end_with_failure(
-    begun: JobContext | None, ranks: Ranks, message: str, code: int, error: BaseException | None = None
+    context: JobContext | None, ranks: Ranks, message: str, code: int, error: BaseException | None = None
 ) -> int:
-    """Show a failure once for the whole job, write it to every rank's log, and exit without waiting.
+    """Show a failure once for the whole job, write it to this rank's log, and return or exit with the code.
 
-    Ranks that fail because another rank failed stay silent: their messages would bury the first one.
+    With several ranks, or after a device failure, the process exits here. Ranks that fail because another
+    rank failed print nothing: their messages would hide the first one.
+
+    Args:
+        context: This process of the job; `None` if it has not joined the job.
+        ranks: Rank and world size of this process.
+        message: Text to show.
+        code: Exit code.
+        error: Exception, if another rank may have caused it; else `None`.
     """
-    job = begun.job if begun is not None else None
+    job = context.job if context is not None else None
     watchdog = job.watchdog if job is not None else None
     if ranks.world_size > 1:
         ignore_stop_signals()
     logging.getLogger("pipeline.failure").error("%s", message)
-    if watchdog is not None and (isinstance(error, Terminated) or (error and is_from_peers(error))):
+    may_be_from_peer = error is not None and (isinstance(error, Terminated) or is_from_peers(error))
+    if watchdog is not None and may_be_from_peer:
         watchdog.exit_if_peer_failed(error)  # does not return if another rank caused the failure
-    first = ranks.local_rank == 0 or reports_own_exit(False) if job is None else job.claim_failure(code)
-    if first:
+    if job is not None:
+        shows_failure = job.claim_failure(code)
+    else:
+        shows_failure = ranks.local_rank == 0 or reports_own_exit(False)
+    if shows_failure:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
         print(prefix + escape_unprintable(message.rstrip()), file=sys.stderr, flush=True)
         if watchdog is not None and not ranks.is_main_process:  # rank 0's trackers report its own failure
             watchdog.tell(prefix + message.strip().rpartition("\n")[2])
-    if begun is not None and ranks.is_main_process:
-        _write_report(begun)  # after the message is shown, so that nothing waits for the report
+    if context is not None and ranks.is_main_process:
+        _write_report(context)  # after the message, which does not have to wait for the report
     if ranks.world_size > 1 or code == DeviceFailedError.exit_code:
         # The launcher ends every rank when the first one exits, so the rank that shows the failure needs time
         # to finish. `_exit` skips the process group's destructor, which would wait for peers, and CUDA's,
         # which abort after a device failure with an exit code of their own.
-        if not first:
+        if not shows_failure:
             time.sleep(3 if watchdog is None else LONGEST_END)  # the watchdog exits with the job's code
             if reports_own_exit(ranks.local_rank == 0):
                 print(
-                    f"{_format_rank(ranks)}: ends with {code}: so does another rank",
+                    f"{_format_rank(ranks)}: exits with code {code}, because the job failed on another rank",
                     file=sys.stderr,
                     flush=True,
                 )
