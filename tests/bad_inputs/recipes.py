@@ -184,12 +184,12 @@ TOGETHER = [
     ),
     Case(
         "nothing to go on with in a folder",
-        ["{here}/fresh holds no complete checkpoint"],
+        ["{here}/fresh has no complete checkpoint"],
         recipe={"run_dir": "{here}/fresh", "checkpoint": {"resume": "required"}},
     ),
     Case(
         "a run directory that is taken",
-        ["run_dir", "already holds a run"],
+        ["run_dir", "already has a run"],
         recipe={"run_dir": "{home}/run", "checkpoint": {"resume": "never"}},
     ),
     Case(
