@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -78,9 +78,10 @@ def build_meters(
     directory: Path,
     resumed: Manifest | None = None,
 ) -> Meters:
-    """Build the meters of a run, which read how long earlier processes of the run took.
+    """Build the meters of a run.
 
-    Call this before metrics.jsonl is opened for writing, which removes rows after the checkpoint.
+    They read from metrics.jsonl how long earlier processes of the run took. Call this before the trackers are
+    built, which remove the rows after the checkpoint.
 
     Args:
         config: Recipe of the run.
@@ -91,30 +92,32 @@ def build_meters(
         directory: Run directory.
         resumed: Checkpoint that the run resumes from; `None` for a new run.
     """
-    name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
+    device_name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
     length = config.data.tokens_per_row
     language = config.model.language_model
-    cost = flops_per_token(engine.module, length, frozen=config.adapter is not None)
-    in_fp8 = compute_fp8_share(engine.module, language.fp8 if language is not None else "none", cost)
+    token_flops = flops_per_token(engine.module, length, frozen=config.adapter is not None)
+    fp8 = language.fp8 if language is not None else "none"
+    fp8_share = compute_fp8_share(engine.module, fp8, token_flops)
     workload = Workload(
         samples_per_step=resolved.batch_plan.global_batch_size,
         world_size=job.ranks.world_size,
         unit=objective.unit,
         means=objective.means,
-        flops_per_sample=None if length is None or cost is None else length * cost,
-        peak_flops=peak_flops(name, engine.precision, resolved.tf32, in_fp8),
+        flops_per_sample=None if length is None or token_flops is None else length * token_flops,
+        peak_flops=peak_flops(device_name, engine.precision, resolved.tf32, fp8_share),
         recomputed_flops=_build_recomputed_flops(language, engine, length),
     )
     clock = time.perf_counter
     earlier = PriorUsage()
     if job.ranks.is_main_process:  # only rank 0's times are in metrics.jsonl and in checkpoints
         earlier = PriorUsage.read(directory / METRICS_FILE, resumed.state if resumed is not None else {})
-    replicas = max(1, torch.cuda.device_count()) if resolved.split.parallel == "dp" else 1
+    # DataParallel (`dp`) uses all GPUs in one process.
+    devices_per_rank = max(1, torch.cuda.device_count()) if resolved.split.parallel == "dp" else 1
     wall = WallTime(
         engine.phases,
         clock,
         earlier=earlier,
-        devices=job.ranks.world_size * replicas,
+        devices=job.ranks.world_size * devices_per_rank,
         price=config.log.price_per_device_hour,
         communicates=job.ranks.world_size > 1,
     )
@@ -123,17 +126,17 @@ def build_meters(
         workload,
         job,
         clock,
-        local_phases=list_own_phases(resolved, engine),
+        local_phases=list_local_phases(resolved, engine),
         wall=wall,
         gpu=gpu,
     )
 
 
-def list_own_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ...]:
+def list_local_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ...]:
     """Return the phases of a step in which a rank does not wait for other ranks; they show slow ranks.
 
-    A backward that sends gradients waits. So do all phases if layers of several ranks share a sample, as with
-    tensor and sequence parallelism and synchronised batch normalisation.
+    A backward that reduces gradients waits for other ranks. All phases do if ranks share a sample (tensor and
+    sequence parallelism) or statistics of the batch (synchronised batch normalisation).
     """
     split = resolved.split
     if split.world_size == 1 or split.tensor_parallel > 1 or split.sequence_parallel > 1:
@@ -148,14 +151,14 @@ def _build_recomputed_flops(
 ) -> Callable[[], float]:
     """Return a function that counts the FLOPs of a row that its backward recomputes.
 
-    Only matrix products count, and `selective` recomputation keeps all of them.
+    Only matrix products count. `selective` recomputation stores their results, so it recomputes none.
     """
     if length is None or model is None or model.activation_checkpointing in ("none", "selective"):
         return float
     from pipeline.models.activation_checkpointing import compute_recomputed_share
 
-    of_blocks = length * block_flops_per_token(engine.module, length)
-    return lambda: of_blocks * compute_recomputed_share(engine.module)
+    block_flops = length * block_flops_per_token(engine.module, length)
+    return lambda: block_flops * compute_recomputed_share(engine.module)
 
 
 @tag_errors(Phase.MODEL)
@@ -169,20 +172,24 @@ def build_engine(
         config: Recipe of the run.
         resolved: Resolved settings, with the split.
         job: Ranks of the job.
-        data: Data of the run, for the sizes that the model takes from it.
+        data: Data of the run; the model takes sizes from it, such as the vocabulary's.
         resumes: Whether a checkpoint will fill the weights, so that initial weights are not read or drawn.
+
+    Raises:
+        ConfigError, ModelError: The model, its weights or the engine cannot be built as the recipe says.
     """
     split = resolved.split
     placement = build_placement(config, resolved, job)
-    starts = not resumes or config.adapter is not None  # checkpoints of an adapter have no base
+    needs_initial = not resumes or config.adapter is not None  # checkpoints of an adapter have no base
     # With `strict`, the file of model.weights fills every tensor, so none needs to be drawn.
-    draws = starts and (config.model.weights is None or not config.model.strict)
+    draws_initial = needs_initial and (config.model.weights is None or not config.model.strict)
 
-    def model_in(sharding: Sharding) -> nn.Module:
+    def build_sharded_model(sharding: Sharding) -> nn.Module:
         if config.adapter is not None:
             sharding = choose_base_sharding(config.adapter, config.model, sharding, placement.dtype)
-        model = build_model(config.model, build_model_request(config, data, sharding, draws), config.seed)
-        if config.model.weights is not None and starts:
+        request = build_model_request(config, data, sharding, draws_initial)
+        model = build_model(config.model, request, config.seed)
+        if config.model.weights is not None and needs_initial:
             load_weights(
                 model,
                 config.model,
@@ -201,9 +208,8 @@ def build_engine(
 
     allow_tf32(resolved.tf32)
     if resolved.deepspeed is None:
-        return TorchEngine(
-            model_in(DevicePlacement(job.device, torch.float32)), config.optimizer, config.engine, split, job
-        )
+        model = build_sharded_model(DevicePlacement(job.device, torch.float32))
+        return TorchEngine(model, config.optimizer, config.engine, split, job)
     from pipeline.engine.deepspeed_base import start_deepspeed
     from pipeline.engine.deepspeed_engine import DeepSpeedEngine, build_sharding
     from pipeline.engine.native_ops import SwapFolder, prepare_native_ops
@@ -214,7 +220,7 @@ def build_engine(
         from pipeline.engine.stages import StageSharding
 
         stages = StageSharding(resolved.deepspeed, split, job)
-        model_in(stages)
+        build_sharded_model(stages)
         assert stages.model is not None
         return PipelineEngine(
             stages.model,
@@ -226,7 +232,7 @@ def build_engine(
         )
     swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
     sharding = build_sharding(swap.config, split, job.device)
-    model = model_in(sharding)
+    model = build_sharded_model(sharding)
     swap.check_space(count_parameters(model))
     engine = DeepSpeedEngine(
         model,
@@ -247,9 +253,8 @@ def choose_base_sharding(
 ) -> Sharding:
     """Return the sharding for a model with an adapter: its frozen base in 4 bits, or in the run's precision.
 
-    Without DeepSpeed an adapter is fp32, and in a bf16 run the frozen linear layers under it are bf16.
-    Autocast would round these weights for each product anyway, so products are the same to the last bit in
-    half the memory.
+    Without DeepSpeed an adapter is fp32, and in a bf16 run its frozen linear layers are bf16. Autocast would
+    round these weights for each product anyway: the products are equal, bit by bit, in half the memory.
 
     Args:
         adapter: Section `adapter` of the recipe.
@@ -260,7 +265,7 @@ def choose_base_sharding(
     if adapter.quantize is not None:
         from pipeline.models.quantised import QuantisedBasePlacement  # imports bitsandbytes
 
-        assert isinstance(sharding, DevicePlacement)  # others are refused
+        assert isinstance(sharding, DevicePlacement)  # the settings refuse other splits
         return QuantisedBasePlacement(sharding, adapter, model)
     if isinstance(sharding, DevicePlacement) and sharding.dtype != dtype:
         return HalfBasePlacement(sharding, adapter, dtype)
@@ -268,7 +273,7 @@ def choose_base_sharding(
 
 
 def build_placement(config: RunConfig, resolved: ResolvedSettings, job: Job) -> TransformContext:
-    """Return the settings of the model transforms between weights and compilation, without the adapter's."""
+    """Return the context of the model transforms, without an adapter."""
     split = resolved.split
     documents = config.data.documents
     # transformers' language models are written for parameters in half precision, other modules for fp32.
@@ -285,14 +290,134 @@ def build_placement(config: RunConfig, resolved: ResolvedSettings, job: Job) -> 
 def find_new_ids(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
     """Return the vocabulary (token -> id) of a tokenizer that was trained on this data, else `None`."""
     documents = config.data.documents
-    named = documents.tokenizer.pretrained if documents is not None else None
-    return data.tokenizer.get_vocab() if data.tokenizer is not None and named is None else None
+    pretrained = documents.tokenizer.pretrained if documents is not None else None
+    if data.tokenizer is None or pretrained is not None:
+        return None
+    return data.tokenizer.get_vocab()
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """Components of a run whose state a checkpoint restores, after that."""
+
+    resolved: ResolvedSettings
+    """Resolved settings, with the micro-batch that was found if the recipe says `auto`."""
+    data: DataBundle
+    """Data of the run, with reference log-probabilities if the objective uses them."""
+    objective: Objective
+    engine: Engine
+    adapter: Mapping[str, Any]
+    """Description of the adapter, see checkpoint.adapters; empty without one."""
+    checkpoints: CheckpointStore
+    checkpoint: Manifest | None
+    """Checkpoint that the run resumes from; `None` for a new run."""
+    checkpoint_state: dict[str, Any]
+    """State stored in that checkpoint besides the engine's; empty for a new run."""
+    loader: TrainLoader
+    """Loader of this rank's training batches, at the position of the checkpoint."""
+    schedule: RunSchedule
+    start: TrainState
+    """Progress at the start of this process."""
 
 
 def assemble(
     config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, directory: Path
 ) -> RunComponents:
-    """Build every component of a run, and restore the newest checkpoint if there is one. Collective."""
+    """Build every component of a run, and restore the newest checkpoint if there is one. Collective.
+
+    Args:
+        config: Recipe of the run.
+        resolved: Resolved settings.
+        job: Ranks of the job.
+        data: Data of the run.
+        directory: Run directory.
+
+    Raises:
+        PipelineError: A component cannot be built as the recipe says, or the checkpoint cannot be restored.
+    """
+    restored = build_and_restore(config, resolved, job, data, directory)
+    resolved = restored.resolved
+    data = restored.data
+    objective = restored.objective
+    engine = restored.engine
+    start = restored.start
+    checkpoint_state = restored.checkpoint_state
+    eval_loader = build_eval_loader(config, resolved.batch_plan, data, engine)
+    lacks_evaluation = checkpoint_state.get("eval_loss") is None
+    owes_evaluation = lacks_evaluation and restored.schedule.eval.is_due_or_first(start.global_step)
+    max_steps = restored.schedule.max_steps
+    meters = build_meters(
+        config,
+        resolved,
+        job=job,
+        engine=engine,
+        objective=objective,
+        directory=directory,
+        resumed=restored.checkpoint,
+    )
+    trackers = build_trackers(
+        config,
+        run_dir=directory,
+        is_main_process=job.ranks.is_main_process,
+        start_step=start.global_step,
+        max_steps=max_steps,
+        run_config=describe_run(config, resolved, job, directory),
+        redo_evaluation=owes_evaluation,
+    )
+    if job.ranks.is_main_process and config.wandb.checkpoints:
+        restored.checkpoints.set_listener(trackers.show)
+    safeguard = Safeguard(config.watch, restored.schedule.log.every, trackers.tell)
+    safeguard.load_state_dict(checkpoint_state.get("safeguard", {}))
+    alerts = build_alerts(
+        config,
+        resolved,
+        job=job,
+        engine=engine,
+        start_step=start.global_step,
+        max_steps=max_steps,
+        detectors=safeguard.detectors,
+        checkpoint_state=checkpoint_state,
+    )
+    replica_check = ReplicaCheck(job, engine.replicas, config.watch, start.global_step)
+    rows_behind = int(engine.device.type == "cuda" and not safeguard.rolls_back)
+    histograms_every = config.wandb.histograms_every
+    peak_learning_rate = config.optimizer.learning_rate or suggest_learning_rate(engine.module)
+    return RunComponents(
+        job=job,
+        resolved=resolved,
+        start=start,
+        schedule=replace(restored.schedule, owes_evaluation=owes_evaluation, rows_behind=rows_behind),
+        engine=engine,
+        objective=objective,
+        loader=restored.loader,
+        learning_rate=LearningRate(peak_learning_rate, config.schedule, max_steps),
+        seed=config.seed,
+        adds_noise=config.model.neftune_alpha is not None,
+        eval_loader=eval_loader,
+        eval_config=config.eval,
+        checkpoints=restored.checkpoints,
+        adapter=restored.adapter,
+        trackers=trackers,
+        meters=meters,
+        alerts=alerts,
+        safeguard=safeguard,
+        expectation=build_expectation(config, resolved, job, data, engine.module),
+        replica_check=replica_check if replica_check.is_on else None,
+        histograms=HistogramMeter(engine, job, histograms_every) if histograms_every else None,
+        callbacks=build_callbacks(
+            config, job, trackers.tell, checkpoint_state, has_eval=eval_loader is not None
+        ),
+        tell_sample=build_sampler(engine, data, config, trackers.tell),
+    )
+
+
+def build_and_restore(
+    config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, directory: Path
+) -> RestoredRun:
+    """Build objective, engine and loader, and read the newest checkpoint into them. Collective.
+
+    The arguments and errors are those of `assemble`.
+    """
     objective = build_checked_objective(config, resolved, data)
     checkpoints = build_store(config, resolved, job, directory)
     job.progress.start_activity("resuming")
@@ -301,9 +426,9 @@ def assemble(
     resumes = checkpoint is not None
     engine = build_engine(config, resolved, job, data, resumes=resumes)
     adapter = adapters.describe_adapter(config, engine.module, job, open_checkpoint, checkpoint)
-    settle_on = partial(choose_micro_batch, config=config, job=job, engine=engine, objective=objective)
+    find_micro_batch = partial(choose_micro_batch, config=config, job=job, engine=engine, objective=objective)
     if not resumes:
-        resolved = settle_on(resolved=resolved, data=add_zero_reference(data, objective))
+        resolved = find_micro_batch(resolved=resolved, data=add_zero_reference(data, objective))
     if isinstance(objective, SegmentObjective) and objective.has_reference:
         rows = ReferenceRows(data, resolved.batch_plan.micro_batch_size, config.loader.num_workers)
         data = add_reference(
@@ -312,75 +437,30 @@ def assemble(
     loader = build_loader(config, resolved.batch_plan, data, engine)
     schedule = build_schedule(config, loader, job, data)
     warn_about_choices(config, resolved, job, loader, schedule.max_steps)
-    if job.ranks.is_main_process:  # what a checkpoint's weights are to be read into, and the tokenizer
+    if job.ranks.is_main_process:  # for programs that read the run's checkpoints later
         write_model_description(engine.module, data.tokenizer, directory / "model")
     job.progress.start_activity("resuming")
-    start, remembered = restore_progress(
+    start, checkpoint_state = restore_progress(
         checkpoints, checkpoint, engine=engine, source=loader, max_steps=schedule.max_steps, adapter=adapter
     )
     job.progress.start_activity("starting")
-    if resolved.batch_plan.is_provisional:  # weights and states of the checkpoint are there
-        resolved = settle_on(resolved=resolved, data=data)
+    if resolved.batch_plan.is_provisional:  # of a resume: its search needs the checkpoint's states in memory
+        resolved = find_micro_batch(resolved=resolved, data=data)
         loader.set_batch_division(
             resolved.batch_plan.micro_batch_size, resolved.batch_plan.gradient_accumulation_steps
         )
-    held_out = build_eval_loader(config, resolved.batch_plan, data, engine)
-    owes = remembered.get("eval_loss") is None and schedule.eval.is_due_or_first(start.global_step)
-    schedule = replace(schedule, owes_evaluation=owes)
-    meters = build_meters(
-        config, resolved, job=job, engine=engine, objective=objective, directory=directory, resumed=checkpoint
-    )
-    trackers = build_trackers(
-        config,
-        run_dir=directory,
-        is_main_process=job.ranks.is_main_process,
-        start_step=start.global_step,
-        max_steps=schedule.max_steps,
-        run_config=describe_run(config, resolved, job, directory),
-        redo_evaluation=owes,
-    )
-    if job.ranks.is_main_process and config.wandb.checkpoints:
-        checkpoints.set_listener(trackers.show)
-    safeguard = Safeguard(config.watch, schedule.log.every, trackers.tell)
-    safeguard.load_state_dict(remembered.get("safeguard", {}))
-    alerts = build_alerts(
-        config,
-        resolved,
-        job=job,
-        engine=engine,
-        start_step=start.global_step,
-        max_steps=schedule.max_steps,
-        detectors=safeguard.detectors,
-        checkpoint_state=remembered,
-    )
-    replica_check = ReplicaCheck(job, engine.replicas, config.watch, start.global_step)
-    every = config.wandb.histograms_every
-    peak = config.optimizer.learning_rate or suggest_learning_rate(engine.module)
-    rows_behind = int(engine.device.type == "cuda" and not safeguard.rolls_back)
-    return RunComponents(
-        job=job,
+    return RestoredRun(
         resolved=resolved,
-        start=start,
-        schedule=replace(schedule, rows_behind=rows_behind),
-        engine=engine,
+        data=data,
         objective=objective,
-        loader=loader,
-        learning_rate=LearningRate(peak, config.schedule, schedule.max_steps),
-        seed=config.seed,
-        adds_noise=config.model.neftune_alpha is not None,
-        eval_loader=held_out,
-        eval_config=config.eval,
-        checkpoints=checkpoints,
+        engine=engine,
         adapter=adapter,
-        trackers=trackers,
-        meters=meters,
-        alerts=alerts,
-        safeguard=safeguard,
-        expectation=build_expectation(config, resolved, job, data, engine.module),
-        replica_check=replica_check if replica_check.is_on else None,
-        histograms=HistogramMeter(engine, job, every) if every else None,
-        callbacks=build_callbacks(config, job, trackers.tell, remembered, has_eval=held_out is not None),
-        tell_sample=build_sampler(engine, data, config, trackers.tell),
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
+        checkpoint_state=checkpoint_state,
+        loader=loader,
+        schedule=schedule,
+        start=start,
     )
 
 
@@ -425,6 +505,16 @@ def add_reference(
     """Return the data with the reference log-probabilities of the run's initial model. Collective.
 
     A resumed run reads them from its directory. A new run computes them, or takes them from the cache.
+
+    Args:
+        rows: Data without them, and how to read it.
+        config: Recipe of the run.
+        job: Ranks of the job.
+        directory: Run directory.
+        engine: Engine with the initial model.
+        objective: Objective of the run.
+        resumes: Whether the run resumes from a checkpoint.
+        adapter: Description of the adapter, see checkpoint.adapters; empty without one.
     """
     if resumes:
         return restore_reference_logps(rows.data, directory, job)
@@ -438,23 +528,23 @@ def add_reference(
 
 
 def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataBundle) -> RunSchedule:
-    """Return when the run logs, evaluates, saves and ends. Collective.
+    """Return the steps at which the run logs, evaluates, saves and ends. Collective.
 
     Raises:
-        ConfigError: See resolve_cadences and check_user_schedule.
-        DataError: See check_same_curriculum.
+        ConfigError: An interval cannot be resolved (`resolve_intervals`), or the user's schedule fails.
+        DataError: The ranks compute different curricula.
     """
     samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
-    last = config.max_steps or math.ceil(samples / loader.global_batch_size)
-    check_user_schedule(config.schedule, last)
-    check_same_curriculum(job, data, last)
-    every = resolve_intervals(config, loader.steps_per_epoch)
+    max_steps = config.max_steps or math.ceil(samples / loader.global_batch_size)
+    check_user_schedule(config.schedule, max_steps)
+    check_same_curriculum(job, data, max_steps)
+    intervals = resolve_intervals(config, loader.steps_per_epoch)
     return RunSchedule(
-        max_steps=last,
+        max_steps=max_steps,
         samples_per_epoch=loader.samples_per_epoch,
-        log=Cadence(every.log, last),
-        eval=Cadence(every.eval, last),
-        save=Cadence(every.save, last),
+        log=Cadence(intervals.log, max_steps),
+        eval=Cadence(intervals.eval, max_steps),
+        save=Cadence(intervals.save, max_steps),
         save_minutes=config.checkpoint.every_minutes,
         grace_seconds=config.checkpoint.grace_seconds,
     )
@@ -465,7 +555,7 @@ def build_checked_objective(config: RunConfig, resolved: ResolvedSettings, data:
 
     Raises:
         ConfigError: The x axis for W&B is a quantity that the run does not count.
-        DataError: See SegmentObjective.check_answers.
+        DataError: The data's answers do not suit the objective, see SegmentObjective.check_answers.
     """
     objective = build_objective(config, resolved.compile)
     if isinstance(objective, SegmentObjective):
@@ -479,10 +569,10 @@ def describe_run(config: RunConfig, resolved: ResolvedSettings, job: Job, direct
     """Return a run's settings and environment for trackers that show them."""
     recipe = config.model_dump(mode="json")
     environment = directory / ENVIRONMENT
-    known = {"recipe": recipe, "deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size}
+    description = {"recipe": recipe, "deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size}
     if job.ranks.is_main_process and environment.exists():
-        known["environment"] = json.loads(environment.read_text())
-    return known
+        description["environment"] = json.loads(environment.read_text())
+    return description
 
 
 @unmap_freed_tensors()
@@ -518,7 +608,7 @@ def restore_progress(
 
 
 def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> TrainLoader:
-    """Return the loader of this rank's share of the training data."""
+    """Return the loader of this rank's training batches."""
     return TrainLoader(
         data.train,
         data.collate,
@@ -537,6 +627,6 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
 
 def build_store(config: RunConfig, resolved: ResolvedSettings, job: Job, directory: Path) -> CheckpointStore:
     """Return the store of this run's checkpoints, with its retention rule. Collective."""
-    keep = config.checkpoint
-    retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best)
+    section = config.checkpoint
+    retention = Retention(section.keep_last, section.keep_every, section.keep_best)
     return CheckpointStore(directory / "checkpoints", retention, job, str(resolved.split))

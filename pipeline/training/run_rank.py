@@ -176,9 +176,10 @@ def _end_with_failure(
     if ranks.world_size > 1:
         ignore_stop_signals()
     logging.getLogger("pipeline.failure").error("%s", message)
-    may_be_from_peer = error is not None and (isinstance(error, Terminated) or is_from_peers(error))
-    if watchdog is not None and may_be_from_peer:
-        watchdog.exit_if_peer_failed(error)  # does not return if another rank caused the failure
+    if watchdog is not None and error is not None:
+        may_be_from_peer = isinstance(error, Terminated) or is_from_peers(error)
+        if may_be_from_peer:
+            watchdog.exit_if_peer_failed(error)  # does not return if another rank caused the failure
     if job is not None:
         shows_failure = job.claim_failure(code)
     else:
