@@ -23,8 +23,8 @@ from pipeline.planner.hardware import PlannedHardware
 from pipeline.planner.model import ModelSpec
 from pipeline.planner.shapes import read_model_spec, read_pretrained_config, standardize_keys
 
-LEAST = 0.01
-"""Smallest gain of a proposed change, as a share of the peak."""
+MIN_GAIN_SHARE = 0.01
+"""Share of the peak memory that a proposed change saves at least."""
 BATCH = "batch"
 RECOMPUTATION = "recomputation"
 OTHER_CURVE = "other curve"
@@ -49,35 +49,49 @@ class ConfigChange:
     overrides: Words
     """Words to append to the command: `model.activation_checkpointing=full`, or `--deepspeed` and `FILE`."""
     gain: int | None = None
-    """Bytes that a rank saves; `None` if not known."""
-    slower: float | None = None
+    """Bytes that the change saves at the peak of the fullest rank, negative if it costs memory; `None` if not
+    known."""
+    time_ratio: float | None = None
     """Ratio of the step's time with the change to the time without; `None` if not known."""
     fits: bool | None = None
     """Whether the run fits with the change; `None` if not known."""
 
     def __str__(self) -> str:
-        sign = "-" if (self.gain or 0) >= 0 else "+"
-        gain = [] if self.gain is None else [f"{sign}{format_bytes(abs(self.gain))}"]
-        times = None if self.slower is None else f"{self.slower:.2g}"
-        price = [] if times in (None, "1") else [f"{times} times as long"]
-        return f"{' '.join(self.overrides)} ({', '.join([*gain, *price, self.name])})"
+        effects = []
+        if self.gain is not None:
+            sign = "-" if self.gain >= 0 else "+"
+            effects.append(f"{sign}{format_bytes(abs(self.gain))}")
+        if self.time_ratio is not None:
+            ratio = f"{self.time_ratio:.2g}"
+            if ratio != "1":
+                effects.append(f"{ratio} times as long")
+        effects.append(self.name)
+        return f"{' '.join(self.overrides)} ({', '.join(effects)})"
 
 
 def list_candidates(settings: Settings, resolved: ResolvedSettings, device: Device) -> Iterator[ConfigChange]:
-    """Yield changes that could save memory, in the order of trying; the settings may still refuse them."""
+    """Yield changes that could save memory, those without a cost first; the settings may still refuse them.
+
+    Args:
+        settings: Settings of the run.
+        resolved: The same settings, resolved.
+        device: Device that the run computes on.
+    """
     on_cpu = device.kind == "cpu"  # a CPU computes in host memory, so that an offload frees nothing
     plan = resolved.batch_plan
     model = settings.config.model.language_model
     size = plan.micro_batch_size
     steps = plan.gradient_accumulation_steps
     if not plan.is_provisional:
-        smaller = [size // n for n in (2, 3, 5, 4, 8) if size % n == 0]
-        for micro in dict.fromkeys([*smaller, *([1] if size > 1 else [])]):
-            parts = size // micro
+        smaller = [size // divisor for divisor in (2, 3, 5, 4, 8) if size % divisor == 0]
+        if size > 1:
+            smaller.append(1)
+        for micro_batch_size in dict.fromkeys(smaller):
+            factor = size // micro_batch_size
             yield ConfigChange(
-                f"the same step with {parts} times as many micro-batches",
+                f"the same step with {factor} times as many micro-batches",
                 BATCH,
-                _override_batch(micro, steps * parts),
+                _override_batch(micro_batch_size, steps * factor),
             )
     if model is not None and model.activation_checkpointing != "full":
         key = "model.activation_checkpointing"
@@ -95,40 +109,47 @@ def list_candidates(settings: Settings, resolved: ResolvedSettings, device: Devi
     yield from _list_curve_changes(settings, resolved)
 
 
-def _override_batch(micro: int, steps: int) -> Words:
-    return (f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={steps}")
+def _override_batch(micro_batch_size: int, accumulation_steps: int) -> Words:
+    return (
+        f"batch.micro_batch_size={micro_batch_size}",
+        f"batch.gradient_accumulation_steps={accumulation_steps}",
+    )
 
 
 def _list_state_changes(settings: Settings, resolved: ResolvedSettings) -> Iterator[ConfigChange]:
-    """Yield changes of where weights, gradients and optimizer states are held."""
+    """Yield changes of where weights, gradients and optimizer states are stored."""
     tree = settings.deepspeed
     now = resolved.split.zero_stage
     section = "ds.zero_optimization"
-    shares = resolved.split.dp_world_size * resolved.split.sequence_parallel > 1
+    can_divide = resolved.split.dp_world_size * resolved.split.sequence_parallel > 1
+    stages = (3, 2, 1) if can_divide else ()
     if tree is None:
-        for stage in (3, 2, 1) if shares else ():
+        for stage in stages:
             yield ConfigChange(f"ZeRO {stage}", ZERO, ("--deepspeed", f"zero{stage}"))
         for stage in (2, 3):
             yield ConfigChange(
                 f"ZeRO {stage} with offload to host memory", OFFLOAD, ("--deepspeed", f"zero{stage}_offload")
             )
         return
-    for stage in (3, 2, 1) if shares else ():
+    for stage in stages:
         if stage > now:
             yield ConfigChange(f"ZeRO {now} -> {stage}", ZERO, (f"{section}.stage={stage}",))
-    at = {
-        what: get_dotted(tree, f"zero_optimization.offload_{what}.device") or "none"
-        for what in ("optimizer", "param")
+    devices = {
+        states: get_dotted(tree, f"zero_optimization.offload_{states}.device") or "none"
+        for states in ("optimizer", "param")
     }
-    keys = {what: f"{section}.offload_{what}.device" for what in at}
-    if at["optimizer"] == "none":
-        words = (f"{keys['optimizer']}=cpu",) if now else (f"{section}.stage=2", f"{keys['optimizer']}=cpu")
+    keys = {states: f"{section}.offload_{states}.device" for states in devices}
+    if devices["optimizer"] == "none":
+        words: Words = (f"{keys['optimizer']}=cpu",)
+        if not now:
+            words = (f"{section}.stage=2", *words)
         yield ConfigChange("the optimizer in host memory", OFFLOAD, words)
-    if at["param"] == "none":
-        moved = [f"{key}=cpu" for what, key in keys.items() if at[what] == "none"]
+    if devices["param"] == "none":
+        moved = [f"{key}=cpu" for states, key in keys.items() if devices[states] == "none"]
         yield ConfigChange("weights and optimizer in host memory", OFFLOAD, (f"{section}.stage=3", *moved))
-    if back := [f"{key}=none" for what, key in keys.items() if at[what] != "none"]:
-        yield ConfigChange("no offload", BACK_TO_DEVICE, tuple(back))
+    back = tuple(f"{key}=none" for states, key in keys.items() if devices[states] != "none")
+    if back:
+        yield ConfigChange("no offload", BACK_TO_DEVICE, back)
 
 
 def _list_curve_changes(settings: Settings, resolved: ResolvedSettings) -> Iterator[ConfigChange]:
@@ -137,7 +158,8 @@ def _list_curve_changes(settings: Settings, resolved: ResolvedSettings) -> Itera
     if resolved.split.precision == "fp32":
         key = "engine.precision=bf16" if settings.deepspeed_file is None else "ds.bf16.enabled=true"
         yield ConfigChange("changes the loss curve: bf16", OTHER_CURVE, (key,))
-    if (tokens := config.data.tokens_per_row) is not None and tokens > 1:
+    tokens = config.data.tokens_per_row
+    if tokens is not None and tokens > 1:
         name = f"changes the loss curve: rows have {tokens} tokens now"
         yield ConfigChange(name, OTHER_CURVE, (f"data.sequence_length={tokens // 2}",))
     if config.adapter is None and config.model.pretrained_from is not None:
@@ -152,43 +174,44 @@ def _list_curve_changes(settings: Settings, resolved: ResolvedSettings) -> Itera
 def price_changes(
     settings: Settings, now: Forecast, forecast: Callable[[Settings], Forecast]
 ) -> list[ConfigChange]:
-    """Return the changes that the settings accept, with their gain in memory and cost in time.
+    """Return the changes that the settings accept, with the memory they save and the time they cost.
 
     Args:
         settings: Settings of the run.
         now: Forecast of the run with these settings.
         forecast: Forecasts a run with changed settings. It raises a PipelineError if they cannot be run.
     """
-    found = []
+    changes = []
     for change in list_candidates(settings, now.resolved, now.hardware.device):
         with suppress(PipelineError):
             after = forecast(settings.with_arguments(change.overrides))
-            slower = after.time.seconds / now.time.seconds if after.time and now.time else None
-            found.append(replace(change, gain=now.peak - after.peak, slower=slower, fits=after.fits))
-    return found
+            ratio = after.time.seconds / now.time.seconds if after.time and now.time else None
+            changes.append(replace(change, gain=now.peak - after.peak, time_ratio=ratio, fits=after.fits))
+    return changes
 
 
-def sort_by_memory_gain(found: list[ConfigChange], now: Forecast, missing: int = 0) -> list[ConfigChange]:
-    """Return the changes that save memory, the most useful first.
+def sort_by_memory_gain(changes: list[ConfigChange], now: Forecast, missing: int = 0) -> list[ConfigChange]:
+    """Return those of the changes that save memory, the most useful first.
 
     Changes that are enough by themselves come first, sorted by time; then the others, sorted by gain. In both
     groups, changes whose time is not known come later, and those that give another loss curve last.
 
     Args:
-        found: Changes with gain and cost.
+        changes: Changes with gain and cost.
         now: Forecast of the run without them.
-        missing: Least number of bytes that a change must save to be enough, whatever the formulas say.
+        missing: Bytes that a change must save at least to be enough, even if it fits by the formulas.
     """
 
     def key(change: ConfigChange) -> tuple[bool, bool, float]:
         is_enough = bool(change.fits) and (not missing or (change.gain or 0) >= missing)
-        price = (change.slower or inf) if is_enough else -float(change.gain or 0)
-        return not is_enough, change.kind == OTHER_CURVE, price
+        order = (change.time_ratio or inf) if is_enough else -float(change.gain or 0)
+        return not is_enough, change.kind == OTHER_CURVE, order
 
-    helps = [
-        each for each in found if (each.gain or 0) > LEAST * now.peak or (each.fits and now.fits is False)
-    ]
-    return sorted(helps, key=key)
+    def helps(change: ConfigChange) -> bool:
+        saves_memory = (change.gain or 0) > MIN_GAIN_SHARE * now.peak
+        return saves_memory or (change.fits is True and now.fits is False)
+
+    return sorted(filter(helps, changes), key=key)
 
 
 LADDER: tuple[tuple[str, Words, str], ...] = (
@@ -219,7 +242,7 @@ class SearchResult:
     """Reason for which the next larger run is not possible."""
 
 
-def suggest_split(settings: Settings, model: ModelSpec, place: PlannedHardware) -> SearchResult:
+def suggest_split(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> SearchResult:
     """Find the first split of LADDER that fits, with the largest micro-batch that divides the global batch.
 
     The order is fixed and the search stops at the first that fits, so that the suggestion is the simplest
@@ -228,45 +251,47 @@ def suggest_split(settings: Settings, model: ModelSpec, place: PlannedHardware) 
     Raises:
         ConfigError: No split fits, or the memory of the model is not known.
     """
-    refused = ""
+    refusal = ""
     lacking = ""
     is_known = False
-    own = tuple(each for each in settings.overrides if not each.startswith("ds."))
-    stated = _keep_stated(settings)
-    settings = replace(settings, overrides=own)
-    for file, cut, recomputation in LADDER:
-        words = ("--deepspeed", file, *cut, *stated, *_override_recomputation(settings, recomputation))
+    recipe_overrides = tuple(word for word in settings.overrides if not word.startswith("ds."))
+    adopted = _override_adopted(settings)
+    settings = replace(settings, overrides=recipe_overrides)
+    for file, split, recomputation in LADDER:
+        words = ("--deepspeed", file, *split, *adopted, *_override_recomputation(settings, recomputation))
+        ranks_per_row = int(split[0].rpartition("=")[2]) if split else 1
         best = None
-        for batch in _list_batches(settings, place, int(cut[0].rpartition("=")[2]) if cut else 1):
+        for batch in _list_batches(settings, hardware, ranks_per_row):
             try:
-                found = forecast(settings.with_arguments((*words, *batch)), model, place)
+                planned = forecast(settings.with_arguments((*words, *batch)), model, hardware)
             except ConfigError as error:
-                refused = str(error)
+                refusal = str(error)
                 break
-            is_known = is_known or found.memory.is_complete
-            if not found.fits:
-                lacking = found.lacking
+            is_known = is_known or planned.memory.is_complete
+            if not planned.fits:
+                lacking = planned.lacking
                 break
-            best = SearchResult(found, (*words, *batch))
+            best = SearchResult(planned, (*words, *batch))
         if best is not None:
             return best
+    if not is_known and refusal:
+        raise ConfigError(f"--suggest: {refusal}")
     if not is_known:
-        why = refused or (
-            f"the memory of {model.name} on {place} is not known; "
+        raise ConfigError(
+            f"--suggest: the memory of {model.name} on {hardware} is not known; "
             "plan without --suggest to see the known parts"
         )
-        raise ConfigError(f"--suggest: {why}")
     raise ConfigError(
-        f"--suggest: no split of {model.name} ({model.numel:,} parameters) fits on {place} (the last one "
+        f"--suggest: no split of {model.name} ({model.numel:,} parameters) fits on {hardware} (the last one "
         f"lacks {lacking}); take more GPUs, more memory, an adapter (adapter.kind=lora), or a shorter "
         "data.sequence_length"
     )
 
 
-def _keep_stated(settings: Settings) -> Words:
-    """Return overrides for what the user's JSON states in place of the recipe.
+def _override_adopted(settings: Settings) -> Words:
+    """Return overrides for the settings that the recipe took from the user's JSON, without the batch's.
 
-    Another JSON replaces it, and these settings would be lost.
+    They would be lost otherwise, because another JSON replaces the user's.
     """
     tree = settings.config.model_dump(mode="json")
     keys = dict.fromkeys(key for key in settings.adopted.values() if not key.startswith("batch."))
@@ -274,6 +299,7 @@ def _keep_stated(settings: Settings) -> Words:
 
 
 def _override_recomputation(settings: Settings, mode: str) -> Words:
+    """Return overrides for this mode of recomputation, without offload; none if the model has no blocks."""
     model = settings.config.model.language_model
     if model is None:
         return ()
@@ -283,122 +309,132 @@ def _override_recomputation(settings: Settings, mode: str) -> Words:
     return words
 
 
-def _list_batches(settings: Settings, place: PlannedHardware, cut: int) -> Iterator[Words]:
-    """Yield overrides that divide the recipe's global batch into micro-batches, from small to large.
-
-    `cut` is the number of ranks that share a row.
-    """
+def _list_batches(settings: Settings, hardware: PlannedHardware, ranks_per_row: int) -> Iterator[Words]:
+    """Yield overrides that divide the recipe's global batch into micro-batches, from small to large."""
     batch = settings.config.batch
     rows = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
-    total = batch.global_batch_size or rows * (batch.gradient_accumulation_steps or 1) * place.ranks
-    if place.ranks % cut or total % (place.ranks // cut):
+    total = batch.global_batch_size or rows * (batch.gradient_accumulation_steps or 1) * hardware.ranks
+    if hardware.ranks % ranks_per_row:
         return
-    samples = total // (place.ranks // cut)
-    for size in range(1, min(samples, MOST_SUGGESTED_ROWS) + 1):
+    replicas = hardware.ranks // ranks_per_row
+    if total % replicas:
+        return
+    samples = total // replicas
+    for size in range(1, min(samples, MAX_SUGGESTED_ROWS) + 1):
         if samples % size == 0:
             yield _override_batch(size, samples // size)
 
 
-STEP = 128
+TOKENS_STEP = 128
 """Number of tokens by which the search lengthens a row."""
-MOST_TOKENS = 2**26
-MOST_ROWS = 2**14
-MOST_LAYERS = 2**10
-MOST_SUGGESTED_ROWS = 64
-NO_MORE = "more is not tried"
+MAX_TOKENS = 2**26
+MAX_ROWS = 2**14
+MAX_LAYERS = 2**10
+MAX_SUGGESTED_ROWS = 64
+SEARCH_LIMIT = "more is not tried"
+"""Reason for the end of a search at one of the limits above."""
 
 
-def find_longest_sequence(settings: Settings, model: ModelSpec, place: PlannedHardware) -> SearchResult:
+def find_longest_sequence(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> SearchResult:
     """Find the longest rows that fit, with a micro-batch of one.
 
     Raises:
         ConfigError: It is not known how this model's memory grows with the length of a row.
     """
-    most = MOST_TOKENS
-    stops = NO_MORE
+    max_tokens = MAX_TOKENS
+    limit_reason = SEARCH_LIMIT
     section = settings.config.model
     if model.dimensions is None:
         raise ConfigError(
             f"--longest: the memory of a row of {model.name} is known only for the recipe's length; "
             "plan without --longest"
         )
-    if (given := section.pretrained_from) is not None:
-        stated = standardize_keys(model.dimensions.family, read_pretrained_config(given))
-        if (positions := stated.get("max_position_embeddings") or most) < most:
-            most = positions
-            stops = f"{given} has no more positions"
+    pretrained = section.pretrained_from
+    if pretrained is not None:
+        model_config = standardize_keys(model.dimensions.family, read_pretrained_config(pretrained))
+        positions = model_config.get("max_position_embeddings") or max_tokens
+        if positions < max_tokens:
+            max_tokens = positions
+            limit_reason = f"{pretrained} has no more positions"
     stated_positions = section.language_model.max_sequence_length if section.language_model else None
 
-    def at(number: int) -> Words:
-        tokens = min(number * STEP, most)
+    def override_length(number: int) -> Words:
+        tokens = min(number * TOKENS_STEP, max_tokens)
         words = [f"data.sequence_length={tokens}"]
         if stated_positions is not None:
             words.append(f"model.max_sequence_length={max(tokens, stated_positions)}")
         return (*words, *_override_one_batch(settings, 1))
 
-    return _bisect(settings, model, place, at, most=-(-most // STEP), stops=stops)
+    max_number = -(-max_tokens // TOKENS_STEP)
+    return _bisect(settings, model, hardware, override_length, max_number, limit_reason)
 
 
-def find_largest_micro_batch(settings: Settings, model: ModelSpec, place: PlannedHardware) -> SearchResult:
-    """Find the largest micro-batch that fits, with one micro-batch in a step, whatever the global batch."""
-    return _bisect(settings, model, place, lambda rows: _override_one_batch(settings, rows), MOST_ROWS)
+def find_largest_micro_batch(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> SearchResult:
+    """Find the largest micro-batch that fits, with one micro-batch in a step and any global batch."""
+    return _bisect(settings, model, hardware, lambda rows: _override_one_batch(settings, rows), MAX_ROWS)
 
 
-def find_largest_model(settings: Settings, model: ModelSpec, place: PlannedHardware) -> SearchResult:
+def find_largest_model(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> SearchResult:
     """Find the largest number of blocks of this width that fits, with a micro-batch of one row."""
     if model.dimensions is None:
         return SearchResult(None, (), f"the blocks of {model.name} are not known")
     if settings.config.model.pretrained_from is not None:
         return SearchResult(None, (), "pretrained weights have one size")
     batch = _override_one_batch(settings, 1)
-    return _bisect(settings, model, place, lambda layers: (f"model.num_layers={layers}", *batch), MOST_LAYERS)
+    return _bisect(
+        settings, model, hardware, lambda layers: (f"model.num_layers={layers}", *batch), MAX_LAYERS
+    )
 
 
 def _override_one_batch(settings: Settings, rows: int) -> Words:
-    """Return overrides for a step of one micro-batch with `rows` rows, whatever recipe and JSON state."""
+    """Return overrides for a step of one micro-batch, in place of the batch of recipe and JSON."""
     words = _override_batch(rows, 1)
     if settings.config.batch.global_batch_size is not None:
         words += ("batch.global_batch_size=null",)
-    of_json = [key for key, ours in settings.adopted.items() if ours.startswith("batch.")]
-    return (*words, *(f"ds.{key}=auto" for key in of_json))
+    json_keys = [key for key, recipe_key in settings.adopted.items() if recipe_key.startswith("batch.")]
+    return (*words, *(f"ds.{key}=auto" for key in json_keys))
 
 
 def _bisect(
     settings: Settings,
     model: ModelSpec,
-    place: PlannedHardware,
-    at: Callable[[int], Words],
-    most: int,
-    stops: str = NO_MORE,
+    hardware: PlannedHardware,
+    override: Callable[[int], Words],
+    max_number: int,
+    limit_reason: str = SEARCH_LIMIT,
 ) -> SearchResult:
     """Find the largest number whose run fits, by bisection: if a run fits, all smaller ones do.
 
     Args:
         settings: Settings of the run.
         model: Model to use if it cannot be read from the settings; the overrides do not change it then.
-        place: Hardware of the plan.
-        at: Returns the overrides for a number.
-        most: Largest number to try.
-        stops: Reason for which no more than `most` is tried.
+        hardware: Hardware of the plan.
+        override: Returns the overrides for a number.
+        max_number: Largest number to try.
+        limit_reason: Reason for which no more than `max_number` is tried.
+
+    Raises:
+        ConfigError: The memory of activations is not known for this model.
     """
-    found: dict[int, Forecast] = {}
-    refused: dict[int, str] = {}
+    forecasts: dict[int, Forecast] = {}
+    refusals: dict[int, str] = {}
 
     def is_too_large(number: int) -> bool:
         try:
-            changed = settings.with_arguments(at(number))
-            found[number] = forecast(changed, read_model_spec(changed.config) or model, place)
+            changed = settings.with_arguments(override(number))
+            forecasts[number] = forecast(changed, read_model_spec(changed.config) or model, hardware)
         except PipelineError as error:
-            refused[number] = str(error)
+            refusals[number] = str(error)
             return True
-        if not found[number].memory.is_complete:
+        if not forecasts[number].memory.is_complete:
             raise ConfigError(
                 f"--longest, --largest: the memory of activations is not known for {model.name} with these "
                 "settings; plan without the option to see the known parts"
             )
-        return not found[number].fits
+        return not forecasts[number].fits
 
-    best = bisect_left(range(1, most + 1), True, key=is_too_large)
-    if best == most:
-        return SearchResult(found[best], at(best), stops)
-    return SearchResult(found.get(best), at(best) if best else (), refused.get(best + 1, "memory"))
+    best = bisect_left(range(1, max_number + 1), True, key=is_too_large)
+    if best == 0:
+        return SearchResult(None, (), refusals.get(1, "memory"))
+    reason = limit_reason if best == max_number else refusals.get(best + 1, "memory")
+    return SearchResult(forecasts[best], override(best), reason)

@@ -1,4 +1,4 @@
-"""Forecasts a run: memory of a rank by part, time of a step, host memory, disk. Imports no torch."""
+"""Forecasts a run: memory of a rank by part, time of a step, host memory and disk. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ class Forecast:
     """Estimated memory, time and disk space of a run on given hardware."""
 
     model: ModelSpec
+    """Whole model, before any split."""
     config: RunConfig
+    """Recipe of the run."""
     resolved: ResolvedSettings
+    """Settings resolved for the ranks and the device of the hardware."""
     hardware: PlannedHardware
+    """Hardware that the run is planned for."""
     memory: RankMemory
+    """Memory of the rank that needs most."""
     time: StepTime | None
     """Time of a step; `None` if it is not known for this model or this device."""
 
@@ -43,29 +48,27 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Return whether device and machine have enough memory; `None` if only activations are unknown."""
+        """Whether the run fits into device and machine; `None` if all but unknown activations fit."""
         if self.lacking:
             return False
         return True if self.memory.is_complete else None
 
     @property
     def lacking(self) -> str:
-        """Kind of memory that is too small, with its reason; empty if the run fits."""
-        there = self.hardware.memory
-        share = self.memory.usable_share
-        needed = self.peak
-        if needed > there:
+        """Text about the memory that is too small; empty if the known parts of the run fit."""
+        available = self.hardware.memory
+        usable_share = self.memory.usable_share
+        spare_bytes = self.memory.spare_bytes
+        if self.peak > available:
             return "memory"
-        if needed + self.memory.spare_bytes > share * there:
-            reason = (
-                f"{format_bytes(self.memory.spare_bytes)} more should be free, as freed memory is fragmented"
-            )
-            return reason + (
-                f", and only {share:.0%} of the memory is sure to be usable" if share < 1 else ""
-            )
-        limit = self.hardware.host_memory
-        if limit is not None and self.host_bytes > limit:
-            return f"host memory, {self.host_bytes / GIB:,.0f} of {limit / GIB:,.0f} GiB a machine"
+        if self.peak + spare_bytes > usable_share * available:
+            reason = f"{format_bytes(spare_bytes)} more should be free, as freed memory is fragmented"
+            if usable_share < 1:
+                reason += f", and only {usable_share:.0%} of the memory is sure to be usable"
+            return reason
+        host_limit = self.hardware.host_memory
+        if host_limit is not None and self.host_bytes > host_limit:
+            return f"host memory, {self.host_bytes / GIB:,.0f} of {host_limit / GIB:,.0f} GiB per machine"
         return ""
 
     @property
@@ -91,9 +94,12 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Largest number of bytes of the run's checkpoints: those kept, and one that is being written."""
-        kept = self.config.checkpoint
-        return self.checkpoint_bytes * (kept.keep_last + kept.keep_best + 1)
+        """Largest number of bytes of the run's checkpoints, while one more than those to keep is written.
+
+        Does not count the checkpoints of `checkpoint.keep_every`.
+        """
+        section = self.config.checkpoint
+        return self.checkpoint_bytes * (section.keep_last + section.keep_best + 1)
 
     @property
     def hours(self) -> float | None:
@@ -103,7 +109,7 @@ class Forecast:
 
     @property
     def cost(self) -> float | None:
-        """Cost of the run by `log.price_per_device_hour`; `None` if not known."""
+        """Cost of all steps on all ranks, by `log.price_per_device_hour`; `None` if not known."""
         price = self.config.log.price_per_device_hour
         if self.hours is None or price is None:
             return None
@@ -112,70 +118,89 @@ class Forecast:
     def remarks(self) -> Iterator[str]:
         """Yield remarks on where the numbers are not exact."""
         if ":" in self.config.optimizer.kind:
-            yield f"{self.config.optimizer.kind} is taken to keep as much as AdamW: two numbers a parameter"
+            yield (
+                f"{self.config.optimizer.kind} is assumed to keep as much as AdamW: two numbers per parameter"
+            )
         if not self.memory.is_complete:
-            yield "the memory of activations is not known for this model: the peak is without it"
+            yield "the memory of activations is not known for this model: the peak does not include it"
         elif self.memory.overestimate:
             yield self.memory.overestimate
-        there = self.hardware.host_memory
-        if self.hardware.assumes_host and there is not None and self.host_bytes > there / 2:
-            yield f"{there / GIB:,.0f} GiB of host memory a machine are assumed; give --host-memory GIB"
+        host_memory = self.hardware.host_memory
+        if self.hardware.assumes_host and host_memory is not None and self.host_bytes > host_memory / 2:
+            yield (
+                f"{host_memory / GIB:,.0f} GiB of host memory per machine are assumed; give --host-memory GIB"
+            )
         if self.time is None:
-            if what := find_untimed_feature(self.config, self.resolved):
-                yield f"the time of {what} is not known: no published run was compared"
+            feature = find_untimed_feature(self.config, self.resolved)
+            if feature:
+                yield f"the time of {feature} is not known: no published run was compared"
             return
         if self.model.dimensions is not None and self.model.dimensions.experts:
             yield "times of mixtures of experts are not verified: no published run was compared"
-        row = self.config.data.tokens_per_row or 0
-        if (
-            self.hardware.document_tokens is None
-            and packs_documents(self.config)
-            and row > DEFAULT_DOCUMENT_TOKENS
-        ):
+        if self._assumes_document_length():
             yield (
                 f"attention is timed for documents of {DEFAULT_DOCUMENT_TOKENS:,} tokens; give the average "
                 "length of yours with --document-tokens N"
             )
 
+    def _assumes_document_length(self) -> bool:
+        """Return whether the time depends on a length of documents that nobody stated."""
+        if self.hardware.document_tokens is not None or not packs_documents(self.config):
+            return False
+        return (self.config.data.tokens_per_row or 0) > DEFAULT_DOCUMENT_TOKENS
 
-def forecast(settings: Settings, model: ModelSpec, place: PlannedHardware) -> Forecast:
+
+def forecast(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> Forecast:
     """Forecast a run with these settings.
 
+    Args:
+        settings: Settings of the run.
+        model: Whole model, before any split.
+        hardware: Hardware that the run is planned for.
+
     Raises:
-        ConfigError: The run cannot be split so over the ranks of this hardware.
+        ConfigError, ModelError: The settings are refused, or the model cannot be split as they say.
     """
-    return forecast_resolved(settings.config, settings.resolve(place.ranks, place.device), model, place)
+    return forecast_resolved(
+        settings.config, settings.resolve(hardware.ranks, hardware.device), model, hardware
+    )
 
 
 def forecast_resolved(
-    config: RunConfig, resolved: ResolvedSettings, model: ModelSpec, place: PlannedHardware
+    config: RunConfig, resolved: ResolvedSettings, model: ModelSpec, hardware: PlannedHardware
 ) -> Forecast:
-    """Forecast a run whose settings are resolved for this hardware."""
+    """Forecast a run whose settings are resolved for this hardware.
+
+    Raises:
+        ConfigError, ModelError: The model cannot be split as the settings say, or nothing of it is trained.
+    """
     rates = estimate_rates(
-        place.gpu,
-        place.network,
-        per_node=place.per_node,
+        hardware.gpu,
+        hardware.network,
+        per_node=hardware.per_node,
         compiled=resolved.compile,
         precision=resolved.split.precision,
         tf32=resolved.tf32,
     )
-    job = StepSpec.from_run(model, config, resolved, place.document_tokens)
+    step = StepSpec.from_run(model, config, resolved, hardware.document_tokens)
     return Forecast(
         model=model,
         config=config,
         resolved=resolved,
-        hardware=place,
-        memory=estimate_memory(model, config, resolved, place.device.kind),
-        time=None if rates is None or job is None else estimate_step_time(job, rates),
+        hardware=hardware,
+        memory=estimate_memory(model, config, resolved, hardware.device.kind),
+        time=None if rates is None or step is None else estimate_step_time(step, rates),
     )
 
 
 def choose_auto_micro_batch(
-    config: RunConfig, resolved: ResolvedSettings, model: ModelSpec, place: PlannedHardware
+    config: RunConfig, resolved: ResolvedSettings, model: ModelSpec, hardware: PlannedHardware
 ) -> int:
-    """Return the largest micro-batch that `auto` may become and that fits, or the smallest if none fits."""
+    """Return the largest micro-batch size for `auto` that fits, or the smallest if none is known to fit."""
+
+    def fits(size: int) -> bool:
+        changed = resolved.with_micro_batch_size(size)
+        return bool(forecast_resolved(config, changed, model, hardware).fits)
+
     sizes = resolved.batch_plan.candidates
-    fits = [
-        n for n in sizes if forecast_resolved(config, resolved.with_micro_batch_size(n), model, place).fits
-    ]
-    return max(fits, default=sizes[0])
+    return max(filter(fits, sizes), default=sizes[0])

@@ -120,9 +120,9 @@ def test_what_no_machine_has_in_host_memory_is_not_suggested(tmp_path):
     )
     found = forecast(settings.with_arguments(words), model, place)
     assert found.lacking.startswith("host memory, ")
-    assert "of 2,048 GiB a machine" in found.lacking
+    assert "of 2,048 GiB per machine" in found.lacking
     assert any(
-        "GiB of host memory a machine are assumed; give --host-memory" in line for line in found.remarks()
+        "GiB of host memory per machine are assumed; give --host-memory" in line for line in found.remarks()
     )
 
 
@@ -140,12 +140,12 @@ def test_why_nothing_can_be_suggested_is_told(tmp_path):
 def test_a_change_is_told_by_its_words_its_gain_and_its_price():
     words = ("batch.micro_batch_size=4",)
     plain = ConfigChange(
-        "the same step with 2 times as many micro-batches", BATCH, words, gain=2**30, slower=1.23456
+        "the same step with 2 times as many micro-batches", BATCH, words, gain=2**30, time_ratio=1.23456
     )
     told = "batch.micro_batch_size=4 (-1.00 GiB, 1.2 times as long, "
     told += "the same step with 2 times as many micro-batches)"
     assert str(plain) == told
-    back = ConfigChange("no offload", BACK_TO_DEVICE, ("ds.x=none",), gain=-(2**30), slower=1.001)
+    back = ConfigChange("no offload", BACK_TO_DEVICE, ("ds.x=none",), gain=-(2**30), time_ratio=1.001)
     assert str(back) == "ds.x=none (+1.00 GiB, no offload)"
     other = ConfigChange("shorter rows change the loss curve", OTHER_CURVE, ("data.sequence_length=64",))
     assert str(other) == "data.sequence_length=64 (shorter rows change the loss curve)"
@@ -160,7 +160,7 @@ class Peak:
 
 def test_what_is_enough_is_first_the_cheapest_of_it_at_the_front():
     def change(name, gain, slower, fits, kind=ZERO):
-        return ConfigChange(name, kind, (name,), gain=gain, slower=slower, fits=fits)
+        return ConfigChange(name, kind, (name,), gain=gain, time_ratio=slower, fits=fits)
 
     found = [
         change("unknown", None, None, None),

@@ -103,7 +103,7 @@ def test_too_little_host_memory_is_named():
     found = forecast_resolved(
         config, resolved, whole_of(TREE), resolve_hardware("h100", None, 2, host_memory_gib=10)
     )
-    assert found.lacking == f"host memory, {found.host_bytes / GIB:,.0f} of 10 GiB a machine"
+    assert found.lacking == f"host memory, {found.host_bytes / GIB:,.0f} of 10 GiB per machine"
 
 
 def test_times_of_experts_are_said_not_to_be_verified():

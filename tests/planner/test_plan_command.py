@@ -76,7 +76,7 @@ def test_it_answers_without_torch_and_what_stands_on_it():
 def test_an_own_optimizer_is_not_imported_and_counts_as_adamw():
     (own, _), (adamw, _) = (planned(*ON_8, f"optimizer.kind={kind}") for kind in ("a:b", "adamw"))
     assert own.memory.parts == adamw.memory.parts
-    assert "a:b is taken to keep as much as AdamW: two numbers a parameter" in own.remarks()
+    assert "a:b is assumed to keep as much as AdamW: two numbers per parameter" in own.remarks()
 
 
 def test_parts_make_the_peak_and_the_step():
@@ -137,7 +137,9 @@ def test_what_does_not_fit_is_told_what_to_change_and_each_change_helps(capsys):
         after, _ = planned(*tight, *change.overrides)
         assert now.peak - after.peak == change.gain
         is_known = after.time is not None
-        assert change.slower == (pytest.approx(after.time.seconds / now.time.seconds) if is_known else None)
+        assert change.time_ratio == (
+            pytest.approx(after.time.seconds / now.time.seconds) if is_known else None
+        )
         assert after.fits is change.fits
     assert changes[0].fits is True
     told = plan(capsys, *tight)
