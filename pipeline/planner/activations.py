@@ -32,10 +32,10 @@ PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto", "cpo")
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """Choice of the blocks that recompute their activations in the backward, and of what they keep."""
+    """Choice of the blocks that recompute activations in the backward, and of the activations they keep."""
 
     mode: str = "none"
-    """`none`, `full` or `selective`."""
+    """`none`; `full`: blocks keep only their inputs; `selective`: they keep results of matrix products."""
     every: int = 1
     """Number N: blocks 0, N, 2N, ... recompute."""
     offload: bool = False
@@ -56,6 +56,7 @@ class AdapterShape:
     """Low-rank matrices of an adapter in one block of a rank, after tensor parallelism cut them."""
 
     rank: int
+    """Rank of the low-rank matrices."""
     inputs: float
     """Sum of the input widths of the block's adapted layers."""
     outputs: float
@@ -65,10 +66,11 @@ class AdapterShape:
     drops: bool = False
     """Whether dropout is applied to the inputs of the low-rank matrices."""
     is_dora: bool = False
+    """Whether the adapter is DoRA, which also scales the outputs of the adapted layers."""
     largest: int = 0
     """Number of elements of the largest matrix in the frozen base."""
     in_4_bits: bool = False
-    """Whether the base is held in 4 bits, and each matrix is dequantised for its product."""
+    """Whether the base is stored in 4 bits, and each matrix is dequantised for its product."""
 
 
 def measure_adapter(own: ModelSpec, adapter: AdapterConfig | None) -> AdapterShape | None:
@@ -76,17 +78,17 @@ def measure_adapter(own: ModelSpec, adapter: AdapterConfig | None) -> AdapterSha
     if adapter is None:
         return None
     layers = 1 if own.dimensions is None else own.dimensions.layers
-    inner = [p for p in own.parameters if p.name.endswith(".lora_A.default.weight")]
-    outer = [p for p in own.parameters if p.name.endswith(".lora_B.default.weight")]
-    beside = [p for p in own.parameters if p.layer is not None]
+    lora_a = [p for p in own.parameters if p.name.endswith(".lora_A.default.weight")]
+    lora_b = [p for p in own.parameters if p.name.endswith(".lora_B.default.weight")]
+    linear_weights = [p for p in own.parameters if p.layer is not None]
     return AdapterShape(
-        rank=inner[0].shape[0] if inner else 0,
-        inputs=sum(p.shape[1] for p in inner) / layers,
-        outputs=sum(p.shape[0] for p in outer) / layers,
-        everywhere=len(inner) >= len(beside),
+        rank=lora_a[0].shape[0] if lora_a else 0,
+        inputs=sum(p.shape[1] for p in lora_a) / layers,
+        outputs=sum(p.shape[0] for p in lora_b) / layers,
+        everywhere=len(lora_a) >= len(linear_weights),
         drops=adapter.dropout > 0,
         is_dora=adapter.kind == "dora",
-        largest=max((p.numel for p in beside), default=0),
+        largest=max((p.numel for p in linear_weights), default=0),
         in_4_bits=adapter.quantize is not None,
     )
 
@@ -96,31 +98,38 @@ class MicroBatchSpec:
     """Describes how one rank computes a micro-batch: sizes, precision, split and recomputation."""
 
     family: str
+    """Name of the model's family in activations.json."""
     device: str
     """`cpu` or `cuda`."""
     precision: str
     """`fp32`, `autocast` (fp32 weights, products in bf16) or `half` (weights of 2 bytes)."""
     rows: int
+    """Number of rows of the micro-batch."""
     length: int
     """Number of tokens in a row, before sequence parallelism cuts it."""
     blocks: int
     """Number of blocks on the rank; in a pipeline, those of its stage."""
     first: int = 0
-    """Number of the model's blocks before the rank's first."""
+    """Number of the model's blocks that are on earlier pipeline stages."""
     micro_batches: int = 1
     """Number of micro-batches in a step."""
     apart: bool = False
     """Whether rows hold several documents, and attention does not cross between them."""
     recompute: RecomputePolicy = RecomputePolicy()
+    """Which blocks recompute their activations."""
     compiled: bool = False
+    """Whether blocks are compiled."""
     grouped: bool = False
     """Whether several heads share keys and values (grouped-query attention)."""
     loss: str = "linear"
     """Form of the loss. `linear`: one sum, computed in the output layer chunk by chunk, without whole logits;
     `tokens`: the same with one loss for each token; `scores`: a reward model's."""
     tensor: int = 1
+    """Number of tensor-parallel ranks, which divide matrices."""
     sequence: int = 1
+    """Number of sequence-parallel ranks, which divide rows."""
     stages: int = 1
+    """Number of pipeline stages."""
     stage: int = 0
     """Index of the rank's pipeline stage, from 0."""
     adapter: AdapterShape | None = None
@@ -138,17 +147,17 @@ class MicroBatchSpec:
 
     @property
     def is_last(self) -> bool:
-        """Return whether the rank has the output layer."""
+        """Whether the rank has the output layer."""
         return self.stage == self.stages - 1
 
     @property
     def adapted(self) -> bool:
-        """Return whether blocks have low-rank matrices, and only these are trained."""
+        """Whether blocks have low-rank matrices, and only these are trained."""
         return self.adapter is not None
 
     @property
     def selective(self) -> bool:
-        """Return whether blocks keep only the results of matrix products, and recompute the rest."""
+        """Whether blocks keep only the results of matrix products, and recompute the rest."""
         return self.recompute.mode == "selective"
 
     @property
@@ -167,8 +176,12 @@ class MicroBatchSpec:
     ) -> MicroBatchSpec | None:
         """Return the micro-batch of a rank; `None` if it is no language model over rows of equal length.
 
-        `own` is the part of the model that the rank has, `kind` is `cpu` or `cuda`, and `stage` is the index
-        of the rank's pipeline stage.
+        Args:
+            config: Recipe of the run.
+            resolved: Resolved settings.
+            own: Part of the model that the rank has.
+            kind: Kind of the device, `cpu` or `cuda`.
+            stage: Index of the rank's pipeline stage.
         """
         model = config.model.language_model
         documents = config.data.documents
@@ -181,7 +194,7 @@ class MicroBatchSpec:
         split = resolved.split
         half = "autocast" if resolved.deepspeed is None else "half"
         return cls(
-            family=_row_of(dimensions.family, model.extra),
+            family=_name_family(dimensions.family, model.extra),
             device=kind,
             precision="fp32" if split.precision == "fp32" else half,
             rows=resolved.batch_plan.micro_batch_size,
@@ -193,7 +206,7 @@ class MicroBatchSpec:
             recompute=RecomputePolicy.from_model(model),
             compiled=resolved.compile and not dimensions.experts,
             grouped=dimensions.key_value_heads != dimensions.heads,
-            loss=_loss_form(config.objective.kind),
+            loss=_choose_loss_form(config.objective.kind),
             tensor=split.tensor_parallel,
             sequence=split.sequence_parallel,
             stages=split.pipeline_stages,
@@ -202,20 +215,24 @@ class MicroBatchSpec:
         )
 
 
-def _loss_form(objective: str) -> str:
+def _choose_loss_form(objective: str) -> str:
     """Return `loss` of MicroBatchSpec for an objective."""
     if objective == "reward":
         return "scores"
     return "tokens" if objective in PREFERENCES else "linear"
 
 
-def _row_of(family: str, extra: dict[str, Any]) -> str:
+def _name_family(family: str, extra: dict[str, Any]) -> str:
     """Return the family's name in activations.json.
 
-    GPT-2 has a second row with dropout, which its config has by default: dropout keeps its masks.
+    GPT-2 has a second name for models with dropout, which keeps its masks. Its config has dropout by default.
+
+    Args:
+        family: transformers' `model_type`.
+        extra: Fields of transformers' config that the recipe sets.
     """
-    drops = [extra.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
-    return "gpt2_dropout" if family == "gpt2" and any(drops) else family
+    dropout_rates = [extra.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    return "gpt2_dropout" if family == "gpt2" and any(dropout_rates) else family
 
 
 @dataclass(frozen=True)
@@ -332,6 +349,7 @@ class BlockBytes:
     backward: float
     """Peak in the block's backward, above the bytes at its start."""
     recomputes: bool = False
+    """Whether the block recomputes its activations in the backward."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +357,7 @@ class ActivationBytes:
     """Activation bytes of one micro-batch on a rank: of its blocks, and before and after them."""
 
     blocks: tuple[BlockBytes, ...]
+    """Bytes of each block of the rank, in order."""
     start: float
     """Peak before the first block."""
     before: float
@@ -357,68 +376,78 @@ class ActivationBytes:
 
 def estimate_activations(work: MicroBatchSpec, dimensions: DecoderDimensions) -> ActivationBytes | None:
     """Return the activations of a rank; `None` if no model of this family was traced with such settings."""
-    found = _find_traced(work)
-    if found is None:
+    traced = _find_traced(work)
+    if traced is None:
         return None
-    row = read_coefficients()[format_row_name(found)]
+    row = read_coefficients()[format_row_name(traced)]
     rank = 0 if work.adapter is None else work.adapter.rank
     values = compute_terms(
         dimensions, work.rows, work.length, rank, tensor=work.tensor, sequence=work.sequence
     )
 
-    def value(form: Mapping[str, float], among: Iterable[str] | None = None) -> float:
-        return sum(f * values[name] for name, f in form.items() if among is None or name in among)
+    def evaluate(form: Mapping[str, float], terms: Iterable[str] | None = None) -> float:
+        return sum(f * values[name] for name, f in form.items() if terms is None or name in terms)
 
-    def most(name: str) -> float:
-        return max(0.0, *(value(form) for form in row[name]))
+    def compute_peak(name: str) -> float:
+        return max(0.0, *(evaluate(form) for form in row[name]))
 
-    casts = value(row["kept"], WEIGHT_TERMS)
-    kept = value(row["kept"])
-    kept_backward = value(row["kept_backward"])
-    if work.adapted and not found.adapted:  # a frozen base is held in the precision of products: no casts
+    casts = evaluate(row["kept"], WEIGHT_TERMS)
+    kept = evaluate(row["kept"])
+    kept_backward = evaluate(row["kept_backward"])
+    if work.adapted and not traced.adapted:  # a frozen base has the precision of products, and needs no casts
         kept -= casts
-        kept_backward -= value(row["kept_backward"], WEIGHT_TERMS)
+        kept_backward -= evaluate(row["kept_backward"], WEIGHT_TERMS)
         casts = 0.0
-    more, temporaries = _adapter_bytes(work, dimensions)
+    adapter_kept, adapter_temporaries = _count_adapter_bytes(work, dimensions)
     block = BlockBytes(
-        kept=kept + more,
-        kept_backward=kept_backward + more,
-        forward=most("forward") + more + temporaries,
-        backward=most("backward") + temporaries,
+        kept=kept + adapter_kept,
+        kept_backward=kept_backward + adapter_kept,
+        forward=compute_peak("forward") + adapter_kept + adapter_temporaries,
+        backward=compute_peak("backward") + adapter_temporaries,
     )
-    taken = values["ND"] * work.holds_in
-    blocks = _apply_recomputation(work, block, taken, casts)
-    offloads = [b.recomputes or work.selective for b in blocks] if work.recompute.offload else []
+    input_bytes = values["ND"] * work.holds_in
+    blocks = _apply_recomputation(work, block, input_bytes, casts)
+    num_offloaded = 0
+    if work.recompute.offload:
+        num_offloaded = sum(each.recomputes or work.selective for each in blocks)
     return ActivationBytes(
         blocks=blocks,
-        start=most("start"),
-        before=value(row["before"]),
-        end=most("end"),
-        of_loss=value(row["loss"]),
-        carried=value(row["left"]) - value(row["kept_backward"]),
-        host=taken * sum(offloads),
+        start=compute_peak("start"),
+        before=evaluate(row["before"]),
+        end=compute_peak("end"),
+        of_loss=evaluate(row["loss"]),
+        carried=evaluate(row["left"]) - evaluate(row["kept_backward"]),
+        host=input_bytes * num_offloaded,
         overestimate=_explain_overestimate(work),
     )
 
 
 def _find_traced(work: MicroBatchSpec) -> MicroBatchSpec | None:
-    """Return the closest to `work` that was traced: first without its adapter, then with other key heads."""
-    bare = replace(work, adapter=None)
-    others = [replace(each, grouped=g) for each in (work, bare) for g in (work.grouped, not work.grouped)]
-    return next((each for each in others if format_row_name(each) in read_coefficients()), None)
+    """Return the nearest to `work` that was traced; `None` if there is none.
+
+    The order is: `work`, the same with the other kind of key heads, and both without the adapter.
+    """
+    without_adapter = replace(work, adapter=None)
+    candidates = [
+        replace(spec, grouped=grouped)
+        for spec in (work, without_adapter)
+        for grouped in (work.grouped, not work.grouped)
+    ]
+    traced = read_coefficients()
+    return next((spec for spec in candidates if format_row_name(spec) in traced), None)
 
 
 def _explain_overestimate(work: MicroBatchSpec) -> str:
     """Return why the estimate is an upper bound, as a remark of the plan; empty if it is none."""
     reasons = []
     if work.compiled:
-        reasons.append("blocks as they are without compilation, which keeps less")
+        reasons.append("activations of blocks are those without compilation, which keeps fewer")
     if work.adapter is not None and not work.adapter.everywhere:
-        reasons.append("blocks as if all their linear layers had an adapter")
+        reasons.append("activations of blocks are those with an adapter in every linear layer")
     return "; ".join(reasons)
 
 
-def _adapter_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions) -> tuple[float, float]:
+def _count_adapter_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions) -> tuple[float, float]:
     """Return bytes that an adapter adds to a block's row in activations.json: (kept, temporary).
 
     Dropout and DoRA keep more; DoRA and a base in 4 bits need temporaries while a layer computes. Under
@@ -435,8 +464,8 @@ def _adapter_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions) -> tuple
         # With dropout each layer has its own mask and input; without it, several layers share one input.
         # Autocast copies the input in either case.
         kept += tokens * adapter.inputs * (1 if work.device == "cuda" else work.holds_in)
-        cut = dimensions.heads * dimensions.head_dim + dimensions.intermediate
-        shared = dimensions.hidden + cut / work.tensor
+        divided = dimensions.heads * dimensions.head_dim + dimensions.intermediate
+        shared = dimensions.hidden + divided / work.tensor
         if work.precision != "autocast":
             kept += tokens * size * max(0.0, adapter.inputs - shared)
     if adapter.is_dora:  # each layer's outputs, of the base's weight and of the low-rank matrices
@@ -449,30 +478,31 @@ def _adapter_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions) -> tuple
 
 
 def _apply_recomputation(
-    work: MicroBatchSpec, block: BlockBytes, taken: float, casts: float
+    work: MicroBatchSpec, block: BlockBytes, input_bytes: float, casts: float
 ) -> tuple[BlockBytes, ...]:
-    """Return the bytes of each block in order, with those that recompute.
+    """Return the bytes of each block in order, of which some recompute.
 
     Args:
         work: How the rank computes the micro-batch.
         block: Bytes of a block that does not recompute.
-        taken: Bytes of a block's input.
+        input_bytes: Bytes of a block's input.
         casts: Bytes of a block's weights in half precision, in autocast's cache.
     """
-    how = work.recompute
-    layers = work.blocks
-    if how.mode != "full":
-        return (block,) * layers
-    own = block.kept_backward - taken
-    kept = 0.0 if how.offload and work.device == "cuda" else taken
-    # The backward runs the forward once more, then the backward with all that the forward kept.
-    again = max(block.forward, own + block.backward) + taken - kept
-    full = BlockBytes(kept + casts, kept, block.forward, again, recomputes=True)
-    return tuple(full if (work.first + index) % how.every == 0 else block for index in range(layers))
+    policy = work.recompute
+    if policy.mode != "full":
+        return (block,) * work.blocks
+    recomputed = block.kept_backward - input_bytes
+    kept = 0.0 if policy.offload and work.device == "cuda" else input_bytes
+    # The backward runs the forward once more, then the backward with all activations that the forward kept.
+    backward = max(block.forward, recomputed + block.backward) + input_bytes - kept
+    recomputing = BlockBytes(kept + casts, kept, block.forward, backward, recomputes=True)
+    return tuple(
+        recomputing if (work.first + index) % policy.every == 0 else block for index in range(work.blocks)
+    )
 
 
 @cache
 def read_coefficients() -> Mapping[str, Any]:
     """Return the coefficients of activations.json: name of a row -> its sums."""
-    found: dict[str, Any] = json.loads(COEFFICIENTS_FILE.read_text())
-    return found
+    coefficients: dict[str, Any] = json.loads(COEFFICIENTS_FILE.read_text())
+    return coefficients

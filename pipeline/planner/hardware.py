@@ -1,4 +1,4 @@
-"""Knows GPUs by their data sheets, and describes the hardware of a plan: devices, machines, network."""
+"""Lists GPUs by their data sheets, and describes the hardware of a plan: devices, machines and network."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Gpu:
     """Speeds and memory of one GPU, as torch counts devices. A number is 0 if it is not known."""
 
     name: str
+    """Name in the list of data sheets, such as `A100 SXM 80GB`; another one if the GPU is not listed."""
     memory: int
     """Bytes of memory in total by `torch.cuda.mem_get_info`, which is less than the data sheet says."""
     bf16: float = 0.0
@@ -87,13 +88,14 @@ A40 48GB            | 44.4   | 149.7 149.7 74.8 37.4    | 696  | 32  | 0   | 0  
 """
 
 
-def _read_sheets() -> dict[str, Gpu]:
-    found = {}
+def _parse_sheets() -> dict[str, Gpu]:
+    """Return the GPUs of the data sheets by name."""
+    gpus = {}
     for line in _SHEETS.strip().splitlines():
         name, memory, peaks, *rates, network, host = (cell.strip() for cell in line.split("|"))
         bf16, fp16, tf32, fp32 = (1e12 * float(peak) for peak in peaks.split())
         bandwidth, pcie, nvlink = (1e9 * float(rate) for rate in rates)
-        found[name] = Gpu(
+        gpus[name] = Gpu(
             name=name,
             memory=int(float(memory) * GIB),
             bf16=bf16,
@@ -106,60 +108,81 @@ def _read_sheets() -> dict[str, Gpu]:
             network=float(network) * 1e9 / 8,
             host=int(host) * GIB,
         )
-    return found
+    return gpus
 
 
-GPUS = _read_sheets()
-_NOISE = {"nvidia", "amd", "instinct", "tesla", "geforce", "generation", "hbm2", "hbm2e", "hbm3", "hbm3e"}
-_NOISE |= {"blackwell", "server", "workstation", "edition", "ac", "oam"}
-_NOT_ALONE = {"sxm", "pcie", "nvl", "rtx", "ada", "pro"}
-FP8 = re.compile(r"^(H\d|GH|GB|B\d|L4|RTX (4|50|6000 Ada|PRO)|MI3)")
+GPUS = _parse_sheets()
+# Words of GPU names that do not distinguish two GPUs.
+_IGNORED_WORDS = {
+    *("nvidia", "amd", "instinct", "tesla", "geforce", "generation", "hbm2", "hbm2e", "hbm3", "hbm3e"),
+    *("blackwell", "server", "workstation", "edition", "ac", "oam"),
+}
+# Words that many GPUs have, so that they do not select one by themselves.
+_COMMON_WORDS = {"sxm", "pcie", "nvl", "rtx", "ada", "pro"}
+# Names of GPUs with units for fp8.
+FP8_NAMES = re.compile(r"^(H\d|GH|GB|B\d|L4|RTX (4|50|6000 Ada|PRO)|MI3)")
 
 
 def _split_name(name: str) -> set[str]:
-    """Return the words of a GPU's name that tell it from others, in lower case."""
-    apart = re.sub(r"(pcie|sxm|nvl|rtx)", r" \1 ", re.sub(r"sxm\d", "sxm", name.lower()))
-    return set(re.findall(r"[a-z0-9]+", re.sub(r"(\d+) ?gi?b\b", r"\1", apart))) - _NOISE
+    """Return the distinctive words of a GPU's name in lower case, such as `h200`, `sxm`, `141`."""
+    without_version = re.sub(r"sxm\d", "sxm", name.lower())
+    separated = re.sub(r"(pcie|sxm|nvl|rtx)", r" \1 ", without_version)
+    without_unit = re.sub(r"(\d+) ?gi?b\b", r"\1", separated)
+    return set(re.findall(r"[a-z0-9]+", without_unit)) - _IGNORED_WORDS
 
 
 def find_gpu(name: str) -> Gpu:
     """Return a GPU by an incomplete name: `h200`, `A100-40GB`, `rtx4090`, torch's `NVIDIA A100-SXM4-80GB`.
 
+    Of several GPUs with such a name, the first in the list is returned.
+
     Raises:
         ConfigError: No GPU has such a name; the message has the closest names.
     """
-    asked = _split_name(name)
+    given_words = _split_name(name)
     for gpu in GPUS.values():
-        words = _split_name(gpu.name)
-        if asked <= words and asked - _NOT_ALONE - {gpu.name.rpartition(" ")[2].removesuffix("GB")}:
+        size = gpu.name.rpartition(" ")[2].removesuffix("GB")
+        selects_model = bool(given_words - _COMMON_WORDS - {size})
+        if given_words <= _split_name(gpu.name) and selects_model:
             return gpu
-    near = difflib.get_close_matches(name.lower(), [known.lower() for known in GPUS], 3, 0.3)
-    hint = f"nearest: {', '.join(near)}" if near else "such as h100, a100, rtx 4090"
+    closest = difflib.get_close_matches(name.lower(), [listed.lower() for listed in GPUS], 3, 0.3)
+    hint = f"nearest: {', '.join(closest)}" if closest else "such as h100, a100, rtx 4090"
     raise ConfigError(f"--gpu {name}: no such GPU is known here; {hint}; or give --gpu-memory GIB")
 
 
 def _find_device(name: str) -> Gpu | None:
-    """Return a GPU by torch's name, also if it is sold with another memory than listed (GH200 480GB)."""
-    for asked in (name, re.sub(r"\d+ ?GB\b", "", name)):
+    """Return a GPU by torch's name, even if its memory differs from the listed one (GH200 480GB).
+
+    Returns:
+        `None` if it is not listed.
+    """
+    without_size = re.sub(r"\d+ ?GB\b", "", name)
+    for candidate in (name, without_size):
         with suppress(ConfigError):
-            return find_gpu(asked)
+            return find_gpu(candidate)
     return None
 
 
 def peak_flops(device_name: str, precision: str, tf32: bool = False, fp8_share: float = 0.0) -> float | None:
     """Return the dense peak in FLOP/s of a device by torch's name; `None` if it is not known.
 
-    `fp8_share` is the share of the FLOPs that are computed in fp8, at twice the rate of 16 bits on every GPU
-    that has it. The result is the peak of the mixture.
+    Args:
+        device_name: Name by torch.cuda.get_device_name, or `cpu`.
+        precision: Precision of matrix products: `bf16`, `fp16` or `fp32`.
+        tf32: Whether products of fp32 matrices are computed in TF32.
+        fp8_share: Share of the FLOPs that are computed in fp8. Every GPU with fp8 has twice the rate of 16
+            bits for it. The result is the rate of the mixture.
     """
     gpu = _find_device(device_name)
     if gpu is None:
         return None
     peak = gpu.peak(precision, tf32)
-    return None if peak is None else 1 / (fp8_share / (2 * gpu.fp16) + (1 - fp8_share) / peak)
+    if peak is None:
+        return None
+    return 1 / (fp8_share / (2 * gpu.fp16) + (1 - fp8_share) / peak)
 
 
-SHARED_NETWORK = 100
+NODE_NETWORK_GBITS = 100
 """Gbit/s of a whole node's network, for GPUs that no vendor builds into nodes with a network card each."""
 
 
@@ -169,14 +192,14 @@ def choose_network_rate(gigabits: float | None, gpu: Gpu, per_node: int) -> floa
     Args:
         gigabits: Gbit/s of the network card of one GPU. `None` takes what the vendor's nodes have, or 100
             Gbit/s for a whole node.
-        gpu: GPU whose vendor's nodes are meant.
+        gpu: GPU by its data sheet.
         per_node: Number of GPUs in a node.
 
     Raises:
         ConfigError: `gigabits` is no positive number.
     """
     if gigabits is None:
-        return gpu.network or SHARED_NETWORK * 1e9 / 8 / per_node
+        return gpu.network or NODE_NETWORK_GBITS * 1e9 / 8 / per_node
     if not 0 < gigabits < 1e6:
         raise ConfigError(f"--network {gigabits:g}: expected Gbit/s above 0")
     return gigabits * 1e9 / 8
@@ -187,10 +210,13 @@ class PlannedHardware:
     """Devices, machines and network that a run is planned for, with the length of its documents."""
 
     gpu: Gpu
+    """Data sheet of the GPU; if CPUs compute, a stand-in with a rank's share of the machine's memory."""
     device: Device
+    """Kind of device and the precisions that it supports."""
     per_node: int
-    """Number of GPUs in a machine; of ranks if it computes on CPUs."""
+    """Number of GPUs in a machine, or of ranks if CPUs compute."""
     nodes: int
+    """Number of machines."""
     network: float
     """Bytes per second that one GPU can send to other machines."""
     host_memory: int | None = None
@@ -226,22 +252,29 @@ def resolve_hardware(
 ) -> PlannedHardware:
     """Return the hardware that the command line names; without a GPU's name and memory, this machine's.
 
+    Args:
+        name: Name of the GPU; `None` if the command line has none.
+        memory_gib: GiB of memory of one GPU; `None` takes the listed memory.
+        per_node: Number of GPUs in a machine.
+        nodes: Number of machines.
+        network: Gbit/s of the network card of one GPU, see `choose_network_rate`.
+        host_memory_gib: GiB of main memory in one machine; `None` takes what is usual with this GPU.
+        document_tokens: Number of tokens in an average document; `None` if not stated.
+
     Raises:
         ConfigError: There is no such GPU, or a number is out of range.
     """
-    host = None if host_memory_gib is None else _in_bytes("--host-memory", host_memory_gib)
+    host = None if host_memory_gib is None else _convert_gib("--host-memory", host_memory_gib)
     if name is None and memory_gib is None:
         return replace(detect_hardware(per_node, nodes, network, host), document_tokens=document_tokens)
     gpu = Gpu("GPU", 0) if name is None else find_gpu(name)
     if memory_gib is not None:
-        gpu = replace(gpu, memory=_in_bytes("--gpu-memory", memory_gib))
+        gpu = replace(gpu, memory=_convert_gib("--gpu-memory", memory_gib))
     if name is None:  # assume the host memory of machines with GPUs of about this memory
         gpu = replace(gpu, host=min(GPUS.values(), key=lambda card: abs(card.memory - gpu.memory)).host)
-    has_bf16 = gpu.bf16 > 0
-    has_fp8 = FP8.match(gpu.name) is not None
-    if name is None:  # nothing is known against it
-        has_bf16 = True
-        has_fp8 = True
+    # A GPU without a name may have any precision.
+    has_bf16 = name is None or gpu.bf16 > 0
+    has_fp8 = name is None or FP8_NAMES.match(gpu.name) is not None
     return PlannedHardware(
         gpu=gpu,
         device=Device("cuda", bf16=has_bf16, fp16=True, fp8=has_fp8),
@@ -257,11 +290,22 @@ def resolve_hardware(
 def detect_hardware(
     per_node: int, nodes: int = 1, network: float | None = None, host: int | None = None
 ) -> PlannedHardware:
-    """Return this machine's GPUs, or its CPU cores shared among the ranks."""
+    """Return this machine's GPUs, or its CPU cores shared among the ranks.
+
+    Args:
+        per_node: Number of ranks on a machine.
+        nodes: Number of machines like this one.
+        network: Gbit/s of the network card of one GPU, see `choose_network_rate`.
+        host: Bytes of main memory in one machine; `None` reads them.
+    """
     device = Device.probe()
     limit = host or read_memory_usage().limit
-    if device.kind == "cuda" and (found := _query_driver()) is not None:
-        return build_gpu_hardware(*found, device, per_node=per_node, nodes=nodes, network=network, host=limit)
+    queried = _query_driver() if device.kind == "cuda" else None
+    if queried is not None:
+        name, memory = queried
+        return build_gpu_hardware(
+            name, memory, device, per_node=per_node, nodes=nodes, network=network, host=limit
+        )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = max(1, cores // per_node)
     cpu = Gpu(f"{cores} CPU core{'s' * (cores > 1)}", limit // per_node)
@@ -278,7 +322,17 @@ def build_gpu_hardware(
     network: float | None = None,
     host: int | None = None,
 ) -> PlannedHardware:
-    """Return the hardware of GPUs that exist here; only the memory is known of one that is not listed."""
+    """Return the hardware of GPUs that exist here. For a GPU that is not listed, only the memory is known.
+
+    Args:
+        name: Name of the GPU by torch or its driver.
+        memory: Bytes of memory of one GPU.
+        device: Device by torch.
+        per_node: Number of ranks on a machine.
+        nodes: Number of machines.
+        network: Gbit/s of the network card of one GPU, see `choose_network_rate`.
+        host: Bytes of main memory in one machine; `None` reads them.
+    """
     gpu = replace(_find_device(name) or Gpu(name, memory), memory=memory)
     return PlannedHardware(
         gpu=gpu,
@@ -291,17 +345,22 @@ def build_gpu_hardware(
 
 
 def _query_driver() -> tuple[str, int] | None:
-    """Return name and memory bytes of the first GPU from nvidia-smi, which needs no torch."""
+    """Return name and memory bytes of the first GPU, from nvidia-smi; `None` if it cannot be run."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
-        name, mebibytes = answer.splitlines()[0].rsplit(",", 1)
+        output = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
+        name, mebibytes = output.splitlines()[0].rsplit(",", 1)
         return name.strip(), int(float(mebibytes) * MIB)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 
 
-def _in_bytes(option: str, gib: float) -> int:
+def _convert_gib(option: str, gib: float) -> int:
+    """Return the bytes of an option's value in GiB.
+
+    Raises:
+        ConfigError: The value is not above 0.
+    """
     if not 0 < gib < 1e6:
         raise ConfigError(f"{option} {gib:g}: expected GiB above 0")
     return int(gib * GIB)

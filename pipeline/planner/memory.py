@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config.schema import RunConfig
@@ -14,21 +15,22 @@ from pipeline.planner.activations import (
     count_loss_bytes,
     estimate_activations,
 )
-from pipeline.planner.model import DecoderDimensions, ModelSpec
+from pipeline.planner.model import DecoderDimensions, ModelSpec, ParameterSpec
 from pipeline.planner.rank import EMBEDDING_NAMES, INPUT_EMBEDDING_NAMES, RankSlice
 from pipeline.planner.states import EngineBuffers, RankStates, count_buffers, count_states
 
-# Bytes that a process takes before it has a model. On the host: Python with torch, DeepSpeed and
-# transformers; on a GPU: the CUDA context and its libraries.
-PROCESS = {"cpu": 460 * MIB, "cuda": 890 * MIB, "host": 3 * GIB}
-DEEPSPEED = 122 * MIB  # DeepSpeed's modules and their buffers, in a rank on a CPU
-NCCL = 300 * MIB  # NCCL's buffers, in a rank on a GPU that has peers
-# The following shares are of the bytes that come and go in a step. They were fitted to published runs
-# (docs/planning.md).
-RESERVED_SHARE = 0.11  # bytes that the allocator typically holds above those in use
+# Bytes that a process takes before it has a model. `cpu`: of a rank that computes on a CPU, Python with torch
+# and transformers. `cuda`: on the GPU, the CUDA context and its libraries. `host`: on the host of a GPU.
+PROCESS_BYTES = {"cpu": 460 * MIB, "cuda": 890 * MIB, "host": 3 * GIB}
+DEEPSPEED_BYTES = 122 * MIB  # DeepSpeed's modules and their buffers, in a rank on a CPU
+NCCL_BYTES = 300 * MIB  # NCCL's buffers, in a rank on a GPU that has peers
+# The following shares are of the bytes that are allocated and freed in a step. They were fitted to published
+# runs (docs/planning.md).
+RESERVED_SHARE = 0.11  # bytes that the allocator typically reserves above those in use
 FRAGMENT_SHARE = 0.165  # with so much reserved, no published run that ran out of memory would seem to fit
-CUT_FRAGMENT_SHARE = 0.25  # the same for runs with tensor parallelism or pipeline stages
-CUT_USABLE_SHARE = 0.91  # share of a GPU's memory that such a run may take
+# The same for runs with tensor parallelism or pipeline stages, and the share of a GPU's memory for them.
+MODEL_PARALLEL_FRAGMENT_SHARE = 0.25
+MODEL_PARALLEL_USABLE_SHARE = 0.91
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class RankMemory:
     """Estimated memory of one rank in bytes."""
 
     states: RankStates
+    """Weights, gradients and optimizer states of the rank."""
     parts: dict[str, float]
     """Bytes by name of the part, each at its own peak. The peaks are at different times, so that their sum is
     more than `peak`."""
@@ -68,41 +71,44 @@ class RankMemory:
 
 
 def compute_phase_peaks(
-    work: MicroBatchSpec, own: ModelSpec, states: RankStates, beside: EngineBuffers
+    work: MicroBatchSpec, own: ModelSpec, states: RankStates, buffers: EngineBuffers
 ) -> dict[str, float]:
-    """Return the peak bytes of tensors on the rank's device in each phase.
+    """Return the peak bytes of tensors on the rank's device in each phase of a step.
+
+    The phases are `step`, and if the activations are known also `forward`, `backward` and, on a rank with the
+    output layer, `loss`.
 
     Args:
         work: How the rank computes a micro-batch.
         own: Part of the model that the rank has.
-        states: States that the rank holds.
-        beside: Buffers of the rank's engine.
+        states: States of the rank.
+        buffers: Buffers of the rank's engine.
     """
     dimensions = own.dimensions
-    held = states.device
-    fixed = float(held.weights + held.masters + held.moments + beside.always + count_batch_bytes(work))
-    fixed += handed_bytes(work, dimensions)
-    phases = {"step": fixed + held.gradients + beside.step}
-    if dimensions is None or (found := estimate_activations(work, dimensions)) is None:
+    on_device = states.device
+    fixed = float(on_device.weights + on_device.masters + on_device.moments)
+    fixed += buffers.always + count_batch_bytes(work) + count_transfer_bytes(work, dimensions)
+    phases = {"step": fixed + on_device.gradients + buffers.step}
+    activations = None if dimensions is None else estimate_activations(work, dimensions)
+    if dimensions is None or activations is None:
         return phases
     loss = count_rank_loss_bytes(work, own, dimensions)
     # In a pipeline, activations of the other micro-batches that wait for their backward.
-    fixed += (work.in_flight - 1) * sum(block.kept_backward for block in found.blocks)
-    before = fixed + beside.forward + (held.gradients if beside.keeps_gradients else 0)
-    live = found.before
-    most = found.start
-    for block in found.blocks:
-        most = max(most, live + block.forward)
+    fixed += (work.in_flight - 1) * sum(block.kept_backward for block in activations.blocks)
+    before = fixed + buffers.forward + (on_device.gradients if buffers.keeps_gradients else 0)
+    live = activations.before
+    peak = activations.start
+    for block in activations.blocks:
+        peak = max(peak, live + block.forward)
         live += block.kept
     if work.is_last:
-        most = max(most, live + found.end)
-        phases["loss"] = before + live + found.of_loss + loss.forward
-    phases["forward"] = before + most
-    phases["backward"] = (
-        fixed
-        + beside.backward
-        + _compute_backward_peak(work, own, gradients=held.gradients, beside=beside, found=found, loss=loss)
+        peak = max(peak, live + activations.end)
+        phases["loss"] = before + live + activations.of_loss + loss.forward
+    phases["forward"] = before + peak
+    backward_peak = _compute_backward_peak(
+        work, own, gradients=on_device.gradients, buffers=buffers, activations=activations, loss=loss
     )
+    phases["backward"] = fixed + buffers.backward + backward_peak
     return phases
 
 
@@ -112,7 +118,7 @@ def count_batch_bytes(work: MicroBatchSpec) -> int:
     return 8 * entries * work.rows * work.length * work.micro_batches * (2 if work.device == "cuda" else 1)
 
 
-def handed_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions | None) -> int:
+def count_transfer_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions | None) -> int:
     """Return the bytes of hidden states and gradients that pipeline stages send to each other.
 
     A stage has the received hidden states of each micro-batch in flight, the gradient of one, and receive
@@ -120,14 +126,17 @@ def handed_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions | None) -> 
     """
     if work.stages == 1 or dimensions is None:
         return 0
-    of_before = min(work.micro_batches, max(2, work.in_flight)) + 2 if work.stage else 0
-    return work.computes_in * work.tokens * dimensions.hidden * (of_before + (2 if work.is_last else 1))
+    from_previous = min(work.micro_batches, max(2, work.in_flight)) + 2 if work.stage else 0
+    from_next = 2 if work.is_last else 1
+    return work.computes_in * work.tokens * dimensions.hidden * (from_previous + from_next)
 
 
 def count_rank_loss_bytes(work: MicroBatchSpec, own: ModelSpec, dimensions: DecoderDimensions) -> LossBytes:
     """Return the bytes of output layer and loss, on a rank that has the output layer."""
-    ends = [p for p in own.parameters if p.name.endswith(EMBEDDING_NAMES)]
-    trained = not ends or ends[-1].trains  # a tied one is listed once
+    embeddings = [p for p in own.parameters if p.name.endswith(EMBEDDING_NAMES)]
+    trained = (
+        not embeddings or embeddings[-1].trains
+    )  # the output layer is the last; a tied one is listed once
     return count_loss_bytes(work, dimensions.hidden, dimensions.vocabulary // work.tensor, trained)
 
 
@@ -135,101 +144,118 @@ def _compute_backward_peak(
     work: MicroBatchSpec,
     own: ModelSpec,
     gradients: int,
-    beside: EngineBuffers,
-    found: ActivationBytes,
+    buffers: EngineBuffers,
+    activations: ActivationBytes,
     loss: LossBytes,
 ) -> float:
-    """Return the peak bytes of activations and gradients in a backward."""
-    from_start = beside.keeps_gradients  # whether gradients exist when the backward begins
-    ends = [p for p in own.parameters if p.name.endswith(EMBEDDING_NAMES)]
-    first = [p for p in ends if p.name.endswith(INPUT_EMBEDDING_NAMES) and work.stage == 0]
+    """Return the peak bytes of activations and gradients in a backward.
+
+    Args:
+        work: How the rank computes a micro-batch.
+        own: Part of the model that the rank has.
+        gradients: Bytes of all gradients on the rank's device.
+        buffers: Buffers of the rank's engine.
+        activations: Activations of the rank.
+        loss: Bytes of output layer and loss.
+    """
+    from_start = buffers.keeps_gradients  # whether gradients exist when the backward begins
+    outside = [p for p in own.parameters if p.name.endswith(EMBEDDING_NAMES)]
+    input_embeddings = [p for p in outside if p.name.endswith(INPUT_EMBEDDING_NAMES) and work.stage == 0]
     is_tied = own.dimensions is not None and own.dimensions.tied and work.stages == 1
-    is_tied = is_tied and any(p.trains for p in first)
+    is_tied = is_tied and any(p.trains for p in input_embeddings)
     # On a last stage that is not the first, the tied weight is the output layer.
-    last = first if is_tied else [p for p in ends if p not in first]
-    embedding, head = (
-        gradients * sum(p.numel for p in each if p.trains) / max(1, own.trained) for each in (first, last)
-    )
+    output_layers = input_embeddings if is_tied else [p for p in outside if p not in input_embeddings]
+    embedding = _share_gradients(gradients, input_embeddings, own)
+    head = _share_gradients(gradients, output_layers, own)
     of_blocks = gradients - head - (0.0 if is_tied else embedding)
     # A gradient exists next to the one it is added to. Engines with buckets count it among these.
-    largest = max((p.numel for p in own.parameters if p.trains and p not in ends), default=0)
-    extra = largest * work.holds_in if from_start and not beside.backward else 0
-    kept = sum(block.kept_backward for block in found.blocks)
-    most = found.before + kept + (gradients if from_start else 0.0)
+    largest = max((p.numel for p in own.parameters if p.trains and p not in outside), default=0)
+    extra = largest * work.holds_in if from_start and not buffers.backward else 0
+    kept = sum(block.kept_backward for block in activations.blocks)
+    peak = activations.before + kept + (gradients if from_start else 0.0)
     if work.is_last:
-        most += found.of_loss + loss.backward
-    for done, block in enumerate(reversed(found.blocks)):
-        # Of a tied weight, the output layer's gradient is kept until the embedding's exists.
-        existing = head + of_blocks * done / len(found.blocks)
+        peak += activations.of_loss + loss.backward
+    for done, block in enumerate(reversed(activations.blocks)):
+        # The output layer's gradient of a tied weight is kept until the embedding's exists.
+        existing = head + of_blocks * done / len(activations.blocks)
         if from_start:
             existing = gradients + extra + (head if is_tied else 0.0)
-        most = max(most, existing + found.carried + kept + block.backward)
+        peak = max(peak, existing + activations.carried + kept + block.backward)
         kept -= block.kept_backward
     # The embedding's gradient is added to the one that exists; for a tied weight both exist before their sum.
     added = embedding * (from_start + 2 * is_tied)
-    return max(most, gradients + added + found.carried)
+    return max(peak, gradients + added + activations.carried)
+
+
+def _share_gradients(gradients: int, parameters: Sequence[ParameterSpec], own: ModelSpec) -> float:
+    """Return the bytes of these parameters' gradients, a share of the bytes of all."""
+    return gradients * sum(p.numel for p in parameters if p.trains) / max(1, own.trained)
 
 
 def estimate_memory(model: ModelSpec, config: RunConfig, resolved: ResolvedSettings, kind: str) -> RankMemory:
-    """Return the memory of the rank that needs most.
+    """Return the memory of the rank that needs most, with the host memory of the rank that needs most of it.
 
-    `model` is the whole model, and `kind` is `cpu` or `cuda`.
+    Args:
+        model: Whole model, before any split.
+        config: Recipe of the run.
+        resolved: Resolved settings.
+        kind: Kind of the device, `cpu` or `cuda`.
 
     Raises:
-        ConfigError, ModelError: The model cannot be split so, or nothing of it is trained.
+        ConfigError, ModelError: The model cannot be split as the settings say, or nothing of it is trained.
     """
     stages = resolved.split.pipeline_stages
-    apart = resolved.split.world_size // stages
-    # No rank of a stage needs more than the first one.
-    every = [
-        _estimate_rank(
-            RankSlice.from_run(model, config, resolved, stage * apart, on_cpu=kind == "cpu"), kind, stage
-        )
-        for stage in range(stages)
-    ]
-    fullest = max(every, key=lambda each: each.peak + each.spare_bytes)
-    return replace(fullest, host=max(each.host for each in every))
+    ranks_per_stage = resolved.split.world_size // stages
+    ranks = []
+    for stage in range(stages):  # no rank of a stage needs more than the stage's first one
+        number = stage * ranks_per_stage
+        rank = RankSlice.from_run(model, config, resolved, number, on_cpu=kind == "cpu")
+        ranks.append(_estimate_rank(rank, kind, stage))
+    fullest = max(ranks, key=lambda memory: memory.peak + memory.spare_bytes)
+    return replace(fullest, host=max(memory.host for memory in ranks))
 
 
 def _estimate_rank(rank: RankSlice, kind: str, stage: int) -> RankMemory:
     """Return the memory of one rank."""
     own = rank.own
-    beside = count_buffers(rank)
+    buffers = count_buffers(rank)
     states = count_states(rank)
     split = rank.split
-    held = states.device
+    on_device = states.device
     work = MicroBatchSpec.from_run(rank.config, rank.resolved, own, kind, stage)
     parts = {
-        "parameters": float(held.weights),
-        "gradients": float(held.gradients),
-        "optimizer states": float(held.masters + held.moments),
-        "buckets, gathered weights": float(beside.always + max(beside.forward, beside.backward)),
-        "temporaries of the step": float(beside.step),
+        "parameters": float(on_device.weights),
+        "gradients": float(on_device.gradients),
+        "optimizer states": float(on_device.masters + on_device.moments),
+        "buckets, gathered weights": float(buffers.always + max(buffers.forward, buffers.backward)),
+        "temporaries of the step": float(buffers.step),
     }
-    phases = {"step": float(held.total + beside.always + beside.step)}
-    found = None
+    phases = {"step": float(on_device.total + buffers.always + buffers.step)}
+    activations = None
     offloaded = 0.0
     if work is not None and own.dimensions is not None:
-        phases = compute_phase_peaks(work, own, states, beside)
-        parts["buckets, gathered weights"] += handed_bytes(work, own.dimensions)
-        found = estimate_activations(work, own.dimensions)
-        if found is not None:
-            parts |= _name_activation_parts(work, found, count_rank_loss_bytes(work, own, own.dimensions))
-            offloaded = work.in_flight * found.host
-    moving = max(phases.values()) - held.weights - held.masters - held.moments
-    is_cut = split.tensor_parallel * split.pipeline_stages > 1
+        phases = compute_phase_peaks(work, own, states, buffers)
+        parts["buckets, gathered weights"] += count_transfer_bytes(work, own.dimensions)
+        activations = estimate_activations(work, own.dimensions)
+        if activations is not None:
+            loss = count_rank_loss_bytes(work, own, own.dimensions)
+            parts |= _name_activation_parts(work, activations, loss)
+            offloaded = work.in_flight * activations.host
+    temporary = max(phases.values()) - on_device.weights - on_device.masters - on_device.moments
+    is_model_parallel = split.tensor_parallel * split.pipeline_stages > 1
     on_cpu = kind == "cpu"
-    framework = PROCESS[kind] + RESERVED_SHARE * moving
-    host = states.host.total + beside.host + offloaded
+    framework = PROCESS_BYTES[kind] + RESERVED_SHARE * temporary
+    host = states.host.total + buffers.host + offloaded
     spare = 0.0
     if on_cpu:
-        framework += DEEPSPEED * (rank.resolved.deepspeed is not None)
+        framework += DEEPSPEED_BYTES * (rank.resolved.deepspeed is not None)
         phases = {name: size + host for name, size in phases.items()}
         host = max(phases.values()) + framework
     else:
-        framework += NCCL * (split.world_size > 1)
-        spare = ((CUT_FRAGMENT_SHARE if is_cut else FRAGMENT_SHARE) - RESERVED_SHARE) * moving
-        host += PROCESS["host"]
+        framework += NCCL_BYTES * (split.world_size > 1)
+        fragment_share = MODEL_PARALLEL_FRAGMENT_SHARE if is_model_parallel else FRAGMENT_SHARE
+        spare = (fragment_share - RESERVED_SHARE) * temporary
+        host += PROCESS_BYTES["host"]
     parts["framework and allocator"] = framework
     return RankMemory(
         states=states,
@@ -237,21 +263,24 @@ def _estimate_rank(rank: RankSlice, kind: str, stage: int) -> RankMemory:
         phases={name: size + framework for name, size in phases.items()},
         framework=framework,
         host=host,
-        is_complete=found is not None,
+        is_complete=activations is not None,
         spare_bytes=spare,
-        usable_share=CUT_USABLE_SHARE if is_cut and not on_cpu else 1.0,
-        overestimate="" if found is None else found.overestimate,
+        usable_share=MODEL_PARALLEL_USABLE_SHARE if is_model_parallel and not on_cpu else 1.0,
+        overestimate="" if activations is None else activations.overestimate,
         stage=stage,
     )
 
 
-def _name_activation_parts(work: MicroBatchSpec, found: ActivationBytes, loss: LossBytes) -> dict[str, float]:
+def _name_activation_parts(
+    work: MicroBatchSpec, activations: ActivationBytes, loss: LossBytes
+) -> dict[str, float]:
     """Return the bytes of activations, batch and loss by name, each at its own peak."""
+    blocks = activations.blocks
     parts = {
-        "activations kept": found.before + work.in_flight * sum(block.kept for block in found.blocks),
-        "inside of one block": max(max(block.forward, block.backward) for block in found.blocks),
+        "activations kept": activations.before + work.in_flight * sum(block.kept for block in blocks),
+        "inside of one block": max(max(block.forward, block.backward) for block in blocks),
         "batch": float(count_batch_bytes(work)),
     }
-    return parts | (
-        {"logits and loss": found.of_loss + max(loss.forward, loss.backward)} if work.is_last else {}
-    )
+    if work.is_last:
+        parts["logits and loss"] = activations.of_loss + max(loss.forward, loss.backward)
+    return parts

@@ -13,9 +13,9 @@ from pipeline.planner.activations import MicroBatchSpec
 from pipeline.planner.forecast import Forecast, forecast_resolved
 from pipeline.planner.hardware import resolve_hardware
 from pipeline.planner.memory import (
-    CUT_FRAGMENT_SHARE,
-    CUT_USABLE_SHARE,
     FRAGMENT_SHARE,
+    MODEL_PARALLEL_FRAGMENT_SHARE,
+    MODEL_PARALLEL_USABLE_SHARE,
     RESERVED_SHARE,
     compute_phase_peaks,
 )
@@ -69,12 +69,12 @@ def test_the_fullest_stage_is_told_with_what_it_has_itself():
     ("split", "ranks", "apart", "share"),
     [
         (deepspeed_json(2, "bf16"), 2, FRAGMENT_SHARE, 1.0),
-        (IN_STAGES, STAGES, CUT_FRAGMENT_SHARE, CUT_USABLE_SHARE),
+        (IN_STAGES, STAGES, MODEL_PARALLEL_FRAGMENT_SHARE, MODEL_PARALLEL_USABLE_SHARE),
         (
             deepspeed_json(1, "bf16") | {"tensor_parallel": {"autotp_size": 2}},
             2,
-            CUT_FRAGMENT_SHARE,
-            CUT_USABLE_SHARE,
+            MODEL_PARALLEL_FRAGMENT_SHARE,
+            MODEL_PARALLEL_USABLE_SHARE,
         ),
     ],
 )

@@ -250,7 +250,7 @@ def test_a_cpu_has_no_times_and_is_its_own_host(capsys):
 def test_a_model_of_ones_own_is_counted(capsys):
     told = plan(capsys, "--config", CNN, "--gpu", "a100")
     assert "21,386 parameters" in told
-    assert "the peak is without it" in told
+    assert "the peak does not include it" in told
     assert "a step" not in told
 
 
