@@ -1,6 +1,7 @@
-"""Cuts a model to the part that one rank has: by tensor parallelism (AutoTP) or by pipeline stages.
+"""Selects the part of a model that one rank has under tensor parallelism (AutoTP) or pipeline stages.
 
-Also groups its parameters by the optimizer that steps them. ZeRO divides the result further (states.py).
+Also groups the part's parameters by the optimizer that steps them. ZeRO divides the result further, see
+states.py.
 """
 
 from __future__ import annotations
@@ -29,13 +30,20 @@ FINAL_NORM_NAMES = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "fina
 _BLOCK_NAME = re.compile(r"^((?:.+\.)?)[^.]+\.(\d+)\.")
 # Names of the input embedding and of an output layer that is not tied to it, in different families.
 INPUT_EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-_HEADS = ("lm_head", "embed_out")
-EMBEDDING_NAMES = (*INPUT_EMBEDDING_NAMES, *(f"{name}.weight" for name in _HEADS))
-_MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_OUTPUT_LAYER_NAMES = ("lm_head", "embed_out")
+EMBEDDING_NAMES = (*INPUT_EMBEDDING_NAMES, *(f"{name}.weight" for name in _OUTPUT_LAYER_NAMES))
+_MLP_NAMES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def select_stage(model: ModelSpec, stages: int, how: str, stage: int) -> ModelSpec:
     """Return the part of the model in one pipeline stage, with the dimensions of its own blocks.
+
+    Args:
+        model: Whole model.
+        stages: Number of stages.
+        how: Key `pipeline.partition` of the JSON: `uniform` balances the number of blocks, any other value
+            the number of parameters.
+        stage: Index of the stage, from 0.
 
     Raises:
         ConfigError: The model has no repeated blocks, or fewer than stages.
@@ -49,7 +57,10 @@ def select_stage(model: ModelSpec, stages: int, how: str, stage: int) -> ModelSp
         )
     sizes[0] += sum(p.numel for p in layers.before)
     sizes[-1] += sum(p.numel for p in (*layers.after, *layers.tied))
-    bounds = split_uniformly(len(sizes), stages) if how == "uniform" else _balanced(tuple(sizes), stages)
+    if how == "uniform":
+        bounds = split_uniformly(len(sizes), stages)
+    else:
+        bounds = _split_balanced_once(tuple(sizes), stages)
     blocks = layers.blocks[bounds[stage] : bounds[stage + 1]]
     own = [p for block in blocks for p in block]
     if stage == 0:
@@ -64,22 +75,32 @@ def select_stage(model: ModelSpec, stages: int, how: str, stage: int) -> ModelSp
 
 @dataclass(frozen=True)
 class _Layers:
+    """Parameters of a model in the order of its layers."""
+
     before: list[ParameterSpec]
+    """Parameters before the first block."""
     blocks: list[list[ParameterSpec]]
+    """Parameters of each block."""
     after: list[ParameterSpec]
+    """Parameters after the last block: the final norm, then the output layer unless it is tied."""
     tied: list[ParameterSpec]
-    """The input embedding, if the output layer is the same."""
+    """The input embedding if the output layer is tied to it, else empty."""
 
     @classmethod
     def from_model(cls, model: ModelSpec) -> _Layers:
-        found = [(p, _BLOCK_NAME.match(p.name)) for p in model.parameters]
-        prefix = next((match[1] for _, match in found if match), None)
+        """Sort the parameters of a model into its layers.
+
+        Raises:
+            ConfigError: The model has no repeated blocks.
+        """
+        matches = [(p, _BLOCK_NAME.match(p.name)) for p in model.parameters]
+        prefix = next((match[1] for _, match in matches if match), None)
         if prefix is None:
             raise ConfigError(f"pipeline.stages: {model.name} has no repeated blocks to divide")
         blocks: dict[int, list[ParameterSpec]] = {}
         before = []
         after = []
-        for p, match in found:
+        for p, match in matches:
             if match:
                 blocks.setdefault(int(match[2]), []).append(p)
             elif p.name.startswith(prefix) and p.name.split(".")[-2] not in FINAL_NORM_NAMES and prefix:
@@ -87,15 +108,20 @@ class _Layers:
             else:
                 after.append(p)
         after.sort(key=lambda p: not p.name.startswith(prefix))  # the norm, then the head
-        words = [p for p in before if p.name.endswith(INPUT_EMBEDDING_NAMES)]
-        is_tied = not any(not p.name.startswith(prefix) for p in after)
-        return cls(before, [blocks[index] for index in sorted(blocks)], after, words[:1] if is_tied else [])
+        has_output_layer = any(not p.name.startswith(prefix) for p in after)
+        embeddings = [p for p in before if p.name.endswith(INPUT_EMBEDDING_NAMES)]
+        return cls(
+            before=before,
+            blocks=[blocks[index] for index in sorted(blocks)],
+            after=after,
+            tied=[] if has_output_layer else embeddings[:1],
+        )
 
 
 def split_uniformly(items: int, parts: int) -> list[int]:
-    """Return the bounds of parts with equal numbers of items; the first parts take one of the rest each."""
-    each, left = divmod(items, parts)
-    return [0, *accumulate(each + (part < left) for part in range(parts))]
+    """Return the bounds of parts whose numbers of items differ by at most one; the first parts are larger."""
+    size, remainder = divmod(items, parts)
+    return [0, *accumulate(size + (part < remainder) for part in range(parts))]
 
 
 def split_balanced(weights: Sequence[float], parts: int) -> list[int]:
@@ -115,40 +141,46 @@ def split_balanced(weights: Sequence[float], parts: int) -> list[int]:
             for k in range(i):
                 _, largest, smallest, _ = best[k][j - 1]
                 size = sums[i] - sums[k]
-                most = max(largest, size)
-                least = min(smallest, size)
-                if best[i][j][0] >= most - least:
-                    best[i][j] = (most - least, most, least, k)
+                new_largest = max(largest, size)
+                new_smallest = min(smallest, size)
+                if best[i][j][0] >= new_largest - new_smallest:
+                    best[i][j] = (new_largest - new_smallest, new_largest, new_smallest, k)
     bounds = [number]
     for j in range(parts, 0, -1):
         bounds.append(best[bounds[-1]][j][3])
     return bounds[::-1]
 
 
-_balanced = cache(split_balanced)  # every stage of a model asks for the same bounds
+_split_balanced_once = cache(split_balanced)  # every stage of a model needs the same bounds
 
 
 def cut_for_tensor_parallel(model: ModelSpec, json: dict[str, Any], size: int, rank: int) -> ModelSpec:
-    """Return the part of the model on one of `size` tensor-parallel ranks, cut by transformers' plan.
+    """Return the part of the model on one tensor-parallel rank, by transformers' tensor-parallel plan.
+
+    Args:
+        model: Whole model.
+        json: DeepSpeed JSON with the section tensor_parallel.
+        size: Number of tensor-parallel ranks.
+        rank: Index of the rank among them.
 
     Raises:
         ConfigError: transformers has no plan for the model, or the JSON states a plan of its own.
     """
     for key in ("partition_config", "preset_model"):
         if json["tensor_parallel"].get(key) is not None:
-            raise ConfigError(f"tensor_parallel.{key}: the memory of its split is not known before a run")
+            raise ConfigError(f"tensor_parallel.{key}: the memory of this split is not known before a run")
     rules = list(_read_rules(model))
     if not rules:
         raise ConfigError(
-            f"tensor_parallel: transformers has no tensor-parallel plan for {model.name}; say what to cut in "
-            "tensor_parallel.partition_config"
+            f"tensor_parallel: transformers has no tensor-parallel plan for {model.name}; name the layers to "
+            "divide in tensor_parallel.partition_config"
         )
     is_tied = model.dimensions is not None and model.dimensions.tied
     own = []
     for p in model.parameters:
-        plain = re.sub(r"\.(base_layer|lora_[AB]\.\w+|lora_magnitude_vector\.\w+)\.", ".", p.name)
-        place = plain.rpartition(".")[0] + ".weight"
-        rule = next((rule for rule in rules if rule.pattern.match(place)), None)
+        without_adapter = re.sub(r"\.(base_layer|lora_[AB]\.\w+|lora_magnitude_vector\.\w+)\.", ".", p.name)
+        weight_name = without_adapter.rpartition(".")[0] + ".weight"
+        rule = next((rule for rule in rules if rule.pattern.match(weight_name)), None)
         if rule is None and is_tied and p.name.endswith(INPUT_EMBEDDING_NAMES):
             rule = _CutRule(re.compile(""), 0, name="lm_head")
         own.append(p if rule is None else replace(p, shape=_cut_shape(p, rule, model, size, rank)))
@@ -157,40 +189,48 @@ def cut_for_tensor_parallel(model: ModelSpec, json: dict[str, Any], size: int, r
 
 @dataclass(frozen=True)
 class _CutRule:
+    """Division of one layer's parameters over tensor-parallel ranks."""
+
     pattern: re.Pattern[str]
+    """Pattern of the weight's name."""
     dim: int
-    """Index of the dimension that is cut, in a weight of shape (outputs, inputs)."""
+    """Index of the dimension that is divided, in a weight of shape (outputs, inputs)."""
     name: str | None = None
+    """Name of the output layer; `None` for another layer."""
 
 
 def _cut_shape(p: ParameterSpec, rule: _CutRule, model: ModelSpec, size: int, rank: int) -> tuple[int, ...]:
+    """Return the shape of a parameter on one of `size` tensor-parallel ranks."""
     dim = rule.dim
     if ".lora_A." in p.name or ".lora_B." in p.name:
         if (".lora_B." in p.name) == (dim == 1):
-            return p.shape  # the matrix on the side that is not cut
+            return p.shape  # the matrix on the side that is not divided
     elif len(p.shape) == 1 and dim == 1:
         return p.shape
     name = rule.name or re.sub(r"\.(base_layer|lora_.*)?\.?weight$|\.bias$", "", p.name)
-    own = _rank_share(p.shape[dim], size, rank, name, model)
+    own = _compute_share(p.shape[dim], size, rank, name, model)
     return (*p.shape[:dim], own, *p.shape[dim + 1 :])
 
 
-def _rank_share(total: int, size: int, rank: int, name: str, model: ModelSpec) -> int:
+def _compute_share(total: int, size: int, rank: int, name: str, model: ModelSpec) -> int:
     """Return a rank's share of a dimension. Heads are not divided, as in DeepSpeed's tp_shard.py."""
     heads = model.dimensions.key_value_heads if model.dimensions is not None else None
     units = total
-    if heads and total % heads == 0 and "mlp" not in name and name not in _HEADS:
-        units = total if any(word in name for word in _MLP) else heads
+    is_attention = not any(word in name for word in ("mlp", *_MLP_NAMES))
+    if heads and total % heads == 0 and is_attention and name not in _OUTPUT_LAYER_NAMES:
+        units = heads
     return total // units * (units // size + (rank < units % size))
 
 
 def _read_rules(model: ModelSpec) -> Iterator[_CutRule]:
+    """Yield the rules of transformers' tensor-parallel plan for a model."""
     family = model.dimensions.family if model.dimensions is not None else ""
     for pattern, style in read_tensor_plan(family).items():
-        if (dim := {"colwise": 0, "rowwise": 1}.get(style.split("_")[0])) is not None:
-            place = pattern.replace(".", r"\.").replace("*", ".*")
-            name = pattern if pattern in _HEADS else None
-            yield _CutRule(re.compile(rf".*{place}\.weight$"), dim, name=name)
+        dim = {"colwise": 0, "rowwise": 1}.get(style.split("_")[0])
+        if dim is not None:
+            layer_name = pattern.replace(".", r"\.").replace("*", ".*")
+            name = pattern if pattern in _OUTPUT_LAYER_NAMES else None
+            yield _CutRule(re.compile(rf".*{layer_name}\.weight$"), dim, name=name)
 
 
 @cache
@@ -199,8 +239,8 @@ def read_tensor_plan(family: str) -> dict[str, str]:
 
     Read from the source files, since importing them takes seconds. Empty if there is no plan.
     """
-    found = find_spec("transformers")
-    folder = Path(next(iter(found.submodule_search_locations or ()))) if found is not None else Path()
+    spec = find_spec("transformers")
+    folder = Path(next(iter(spec.submodule_search_locations or ()))) if spec is not None else Path()
     plan: dict[str, str] = {}
     for file, name in (("configuration", "base_model_tp_plan"), ("modeling", "_tp_plan")):
         path = folder / "models" / family / f"{file}_{family}.py"
@@ -210,6 +250,7 @@ def read_tensor_plan(family: str) -> dict[str, str]:
 
 
 def _read_literal(source: str, name: str) -> dict[str, str]:
+    """Return the dictionary that a class of the source assigns to `name`; empty if there is none."""
     at = re.search(rf"^ +{name} = \{{", source, re.MULTILINE)
     if at is None:
         return {}
@@ -222,13 +263,13 @@ def _read_literal(source: str, name: str) -> dict[str, str]:
 
 
 # Sizes of NF4 in bitsandbytes.
-_BLOCK = 64  # values that share a scale
-_BLOCKS = 256  # scales that share a scale of their own
-_TABLES = 16 * 4 + 256 * 4  # bytes of the tables of values and of scales
+_VALUES_PER_SCALE = 64
+_SCALES_PER_SCALE = 256  # scales are quantised, too
+_TABLE_BYTES = 16 * 4 + 256 * 4  # tables of values and of scales
 
 
 def is_frozen_base(p: ParameterSpec) -> bool:
-    """Return whether it is the weight of a frozen linear layer, which an adapter holds in 16 or 4 bits."""
+    """Return whether it is the weight of an adapter's frozen linear layer, stored in 16 or 4 bits."""
     return p.layer is not None and not p.trains and ".lora_" not in p.name
 
 
@@ -238,8 +279,8 @@ def count_nf4_bytes(shape: tuple[int, ...]) -> int:
     These are the codes, a scale for each block, scales of these scales, their mean, and two tables.
     """
     values = prod(shape)
-    blocks = ceil(values / _BLOCK)
-    return ceil(values / 2) + blocks + ceil(blocks / _BLOCKS) * 4 + 4 + _TABLES
+    blocks = ceil(values / _VALUES_PER_SCALE)
+    return ceil(values / 2) + blocks + ceil(blocks / _SCALES_PER_SCALE) * 4 + 4 + _TABLE_BYTES
 
 
 # Name of the placeholder parameter of an empty group (engine/stages.py). It never gets a gradient.
@@ -267,10 +308,11 @@ class RankSlice:
     own: ModelSpec
     """Part of the model on this rank, before ZeRO divides it."""
     groups: tuple[OptimizerGroup, ...]
+    """Trained parameters of this rank by optimizer group."""
     config: RunConfig
     resolved: ResolvedSettings
-    whole: int
-    """Number of parameters of the whole model."""
+    model_numel: int
+    """Number of elements of all parameters of the whole model."""
     number: int = 0
     """Global rank."""
     on_cpu: bool = False
@@ -287,8 +329,16 @@ class RankSlice:
     ) -> RankSlice:
         """Return a rank's part of a run that trains `model`.
 
+        Args:
+            model: Whole model.
+            config: Recipe of the run.
+            resolved: Resolved settings.
+            rank: Global rank.
+            on_cpu: Whether the rank computes on a CPU.
+
         Raises:
-            ConfigError, ModelError: The model cannot be split so, or nothing of it is trained.
+            ConfigError, ModelError: The model cannot be split as the settings say, or nothing of it is
+                trained.
         """
         split = resolved.split
         json = resolved.deepspeed or {}
@@ -315,7 +365,7 @@ class RankSlice:
             groups=tuple(groups),
             config=config,
             resolved=resolved,
-            whole=model.numel,
+            model_numel=model.numel,
             number=rank,
             on_cpu=on_cpu,
         )
@@ -332,27 +382,27 @@ class RankSlice:
 
     def zero(self, dotted: str, default: Any = None) -> Any:
         """Return the value of a key in the section zero_optimization, or the default."""
-        found = get_dotted(self.json, f"zero_optimization.{dotted}")
-        return default if found is None else found
+        value = get_dotted(self.json, f"zero_optimization.{dotted}")
+        return default if value is None else value
 
     @property
     def stage(self) -> int:
-        """ZeRO stage that the engine asks DeepSpeed for. It is 1 at least for pipeline stages in bf16."""
-        staged_in_bf16 = self.split.pipeline_stages > 1 and self.split.precision == "bf16"
-        return max(self.split.zero_stage, int(staged_in_bf16))
+        """ZeRO stage that the engine requests from DeepSpeed, at least 1 for pipeline stages in bf16."""
+        is_pipeline_in_bf16 = self.split.pipeline_stages > 1 and self.split.precision == "bf16"
+        return max(self.split.zero_stage, int(is_pipeline_in_bf16))
 
     @property
-    def size(self) -> int:
+    def weight_size(self) -> int:
         """Bytes of an element of the weights that the engine computes with."""
         return 2 if self.resolved.deepspeed is not None and self.split.precision != "fp32" else 4
 
     @property
-    def summed(self) -> int:
+    def gradient_size(self) -> int:
         """Bytes of an element of the gradients that are added up over micro-batches."""
         stated = get_dotted(self.json, "data_types.grad_accum_dtype")
         if stated is None and self.split.pipeline_stages > 1 and self.split.precision == "bf16":
             return 4
-        return {None: self.size, "fp32": 4}.get(stated, 2)
+        return {None: self.weight_size, "fp32": 4}.get(stated, 2)
 
     @property
     def sharers(self) -> int:
@@ -368,22 +418,22 @@ class RankSlice:
 
     @property
     def adds_in_fp32(self) -> bool:
-        """Return whether DeepSpeed's bf16 optimizer steps it, with a flat fp32 copy of all gradients."""
+        """Whether DeepSpeed's bf16 optimizer steps the parameters, with a flat fp32 copy of all gradients."""
         if self.split.precision != "bf16" or self.stage != 1 or self.offloads("optimizer"):
             return False
-        return self.split.pipeline_stages > 1 or self.summed == 4
+        return self.split.pipeline_stages > 1 or self.gradient_size == 4
 
-    def offloads(self, what: str) -> str | None:
-        """Return where `param` or `optimizer` is offloaded to, `cpu` or `nvme`; `None` if nowhere."""
-        device = self.zero(f"offload_{what}.device")
+    def offloads(self, states: str) -> str | None:
+        """Return where `param` or `optimizer` is offloaded to, `cpu` or `nvme`; `None` without an offload."""
+        device = self.zero(f"offload_{states}.device")
         return None if device == "none" else device
 
-    def bytes_of(self, p: ParameterSpec) -> int:
-        """Return the bytes of a whole parameter in the precision in which the rank holds it."""
+    def count_bytes(self, p: ParameterSpec) -> int:
+        """Return the bytes of a parameter before ZeRO divides it, in the precision of its storage."""
         adapter = self.config.adapter
         if adapter is not None and is_frozen_base(p):
             if adapter.quantize is not None:
                 return count_nf4_bytes(p.shape)
             if self.split.precision == "bf16":
                 return 2 * p.numel
-        return self.size * p.numel
+        return self.weight_size * p.numel

@@ -1,7 +1,7 @@
 """Counts the bytes of weights, gradients, optimizer states, checkpoints and buffers of one rank.
 
-The counts are exact under any split. They follow how DeepSpeed 0.19.8 pads and keeps states, and which
-buckets and gathered weights it holds in addition.
+The counts of states are exact under any split. They follow how DeepSpeed 0.19.8 pads and stores states, and
+which buckets and gathered weights it allocates in addition.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.planner.rank import STAND_IN, OptimizerGroup, RankSlice
 
 
 def count_checkpoint_bytes(model: ModelSpec, config: RunConfig, resolved: ResolvedSettings) -> int:
-    """Return the bytes of one checkpoint, which stores each tensor in the precision it is held in.
+    """Return the bytes of one checkpoint, which stores each tensor in the precision that the run uses.
 
     A checkpoint has the weights that the optimizer steps, the optimizer's states, and frozen parameters in
     the run's precision. The base of an adapter is not in it.
@@ -29,24 +29,25 @@ def count_checkpoint_bytes(model: ModelSpec, config: RunConfig, resolved: Resolv
     optimizer = config.optimizer
     has_base = config.adapter is not None
     json = resolved.deepspeed or {}
-    stepped = 2 if has_16bit_master_weights(json) else 4
-    kept = 2 if has_16bit_optimizer_states(json) else 4
+    # Bytes of an element.
+    master = 2 if has_16bit_master_weights(json) else 4
+    moment = 2 if has_16bit_optimizer_states(json) else 4
     frozen = 4 if resolved.deepspeed is None or resolved.split.precision == "fp32" else 2
     keys = assign_parameter_groups({p.name: len(p.shape) for p in model.parameters if p.trains}, optimizer)
     total = 0
     for p in model.parameters:
         if p.trains:
             kind = get_optimizer_kind(keys[p.name], optimizer)
-            total += stepped * p.numel + count_moment_bytes(optimizer, kind, p.shape, kept)
+            total += master * p.numel + count_moment_bytes(optimizer, kind, p.shape, moment)
         elif not has_base:
             total += frozen * p.numel
     return total
 
 
-STEP = 4  # bytes of torch's count of steps, a tensor for each parameter
+STEP_COUNT_BYTES = 4  # torch's count of steps, a tensor for each parameter
 _ALIGNMENT = 2  # DeepSpeed pads a flat group to a multiple of this number of elements for each rank
-_PERSISTENCE = 100_000  # DeepSpeed's default: a parameter with no more elements stays whole at ZeRO 3
-_SWAPPED = 1 << 20  # bytes; DeepSpeed does not swap smaller tensors to disk
+_PERSISTENT_ELEMENTS = 100_000  # DeepSpeed's default: a parameter with no more elements stays whole at ZeRO 3
+_MIN_SWAP_BYTES = 1 << 20  # DeepSpeed does not swap smaller tensors to disk
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class RankStates:
-    """Bytes of the states that one rank holds from its first step on, by kind of memory."""
+    """Bytes of the states of one rank from its first step on, by kind of memory."""
 
     device: StateBytes = field(default_factory=StateBytes)
     """Bytes on the GPU, or in main memory if the rank computes on a CPU."""
@@ -89,7 +90,7 @@ class RankStates:
 
 
 def count_states(rank: RankSlice) -> RankStates:
-    """Return the states that a rank holds between two steps, with the gradients right before a step."""
+    """Return the states of a rank between two steps, with the gradients right before a step."""
     if rank.resolved.deepspeed is None or rank.stage == 0:
         return _count_whole(rank)
     if rank.stage == 3:
@@ -99,16 +100,16 @@ def count_states(rank: RankSlice) -> RankStates:
 
 def _count_whole(rank: RankSlice) -> RankStates:
     """Return the states under plain PyTorch and ZeRO 0, where each rank has all of each parameter."""
-    weights = sum(map(rank.bytes_of, rank.own.parameters))
+    weights = sum(map(rank.count_bytes, rank.own.parameters))
     trained = sum(group.numel for group in rank.groups)
-    masters = 4 * trained if rank.size == 2 else 0
+    masters = 4 * trained if rank.weight_size == 2 else 0
     optimizer = rank.config.optimizer
     kept = sum(
         count_moment_bytes(optimizer, group.kind, p.shape, counts=True)
         for group in rank.groups
         for p in group.parameters
     )
-    return RankStates(StateBytes(weights, rank.size * trained, masters, kept))
+    return RankStates(StateBytes(weights, rank.weight_size * trained, masters, kept))
 
 
 def count_moment_bytes(
@@ -124,7 +125,7 @@ def count_moment_bytes(
         counts: Whether to add torch's count of steps, which is a tensor.
     """
     number = prod(shape)
-    step = STEP if counts else 0
+    step = STEP_COUNT_BYTES if counts else 0
     if kind == "sgd":
         return size * number if optimizer.momentum else 0
     if kind == "muon":
@@ -172,48 +173,53 @@ class ZeroPartition:
 
 def partition_groups(rank: RankSlice) -> list[ZeroPartition]:
     """Return the rank's partition of each group at ZeRO 1 and 2."""
-    aligned = 16 // rank.size if rank.zero("parameter_alignment") and not rank.adds_in_fp32 else 1
+    aligned = 16 // rank.weight_size if rank.zero("parameter_alignment") and not rank.adds_in_fp32 else 1
     return [ZeroPartition.from_group(group, rank.sharers, rank.place, aligned) for group in rank.groups]
 
 
 def _count_partitioned(rank: RankSlice) -> RankStates:
     """Return the states at ZeRO 1 and 2, where a rank steps one partition of each flat group."""
     parts = partition_groups(rank)
-    frozen = sum(rank.bytes_of(p) for p in rank.own.parameters if not p.trains)
-    weights = frozen + rank.size * sum(part.whole for part in parts)
+    frozen = sum(rank.count_bytes(p) for p in rank.own.parameters if not p.trains)
+    weights = frozen + rank.weight_size * sum(part.whole for part in parts)
     own = sum(part.own for part in parts)
     if rank.adds_in_fp32:
         trained = sum(group.numel for group in rank.groups)
-        gradients = rank.size * trained + rank.summed * sum(part.whole for part in parts)
-        return RankStates(StateBytes(weights, gradients, 4 * own, _flat_moments(rank, parts)))
+        gradients = rank.weight_size * trained + rank.gradient_size * sum(part.whole for part in parts)
+        return RankStates(StateBytes(weights, gradients, 4 * own, _count_partition_moments(rank, parts)))
     master = 2 if has_16bit_master_weights(rank.json) else 4
-    is_compact = rank.summed == 4 and rank.size == 2  # DeepSpeed adds gradients up in a flat partition
-    gradients = rank.summed * own if is_compact else _kept_gradients(rank, parts)
+    is_compact = (
+        rank.gradient_size == 4 and rank.weight_size == 2
+    )  # DeepSpeed adds gradients up in a flat partition
+    gradients = rank.gradient_size * own if is_compact else _count_overlapping_gradients(rank, parts)
     if rank.offloads("optimizer") is None:
-        return RankStates(StateBytes(weights, gradients, master * own, _flat_moments(rank, parts)))
+        return RankStates(StateBytes(weights, gradients, master * own, _count_partition_moments(rank, parts)))
     waiting = 0
     accumulates = rank.resolved.batch_plan.gradient_accumulation_steps > 1
     if rank.stage == 2 and accumulates and not is_compact and master == 4:
-        waiting = rank.size * sum(part.touched for part in parts)
-    host = StateBytes(0, master * own + waiting, master * own, _flat_moments(rank, parts))
+        waiting = rank.weight_size * sum(part.touched for part in parts)
+    host = StateBytes(0, master * own + waiting, master * own, _count_partition_moments(rank, parts))
     return RankStates(StateBytes(weights, gradients if is_compact else 0), host)
 
 
-def _kept_gradients(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
+def _count_overlapping_gradients(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
     """Return the bytes of all gradients that overlap this rank's partitions, and of zeros for the padding."""
     zeros = sum(part.missing for part in parts)
     for group, part in zip(rank.groups, parts, strict=True):
         if group.parameters[0].name == STAND_IN:
             zeros += part.touched
-    return rank.size * sum(part.touched for part in parts) + rank.summed * zeros
+    return rank.weight_size * sum(part.touched for part in parts) + rank.gradient_size * zeros
 
 
-def _flat_moments(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
+def _count_partition_moments(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
     """Return the bytes of the optimizer's states for the rank's partitions."""
-    return sum(_stepped(rank, group.kind, part.own) for group, part in zip(rank.groups, parts, strict=True))
+    return sum(
+        _count_flat_moments(rank, group.kind, part.own)
+        for group, part in zip(rank.groups, parts, strict=True)
+    )
 
 
-def _stepped(rank: RankSlice, kind: str, number: int, on_host: bool = True) -> int:
+def _count_flat_moments(rank: RankSlice, kind: str, number: int, on_host: bool = True) -> int:
     """Return the bytes of the optimizer's states for a flat tensor of `number` elements.
 
     DeepSpeed's CPU Adam steps on the host (`on_host`) if the optimizer is offloaded. It counts steps in a
@@ -224,91 +230,99 @@ def _stepped(rank: RankSlice, kind: str, number: int, on_host: bool = True) -> i
     return count_moment_bytes(rank.config.optimizer, kind, (number,), size, counts=not is_own)
 
 
-def sub_groups(rank: RankSlice) -> list[tuple[str, int]]:
-    """Return the sub-groups that ZeRO 3 steps one by one: (kind of optimizer, elements on this rank).
+def list_sub_groups(rank: RankSlice) -> list[tuple[str, int]]:
+    """Return the sub-groups that ZeRO 3 steps one by one: pairs of optimizer kind and elements on this rank.
 
     DeepSpeed adds parameters to a sub-group until it has `sub_group_size` elements of a rank.
     """
     limit = int(rank.zero("sub_group_size", 1e9))
-    found = []
+    sub_groups = []
     for group in rank.groups:
-        shards = [shard_of(p, rank.sharers) for p in group.parameters]
-        taken = 0
+        shards = [compute_shard_size(p, rank.sharers) for p in group.parameters]
         if limit >= sum(shards):
-            found.append((group.kind, sum(shards)))
+            sub_groups.append((group.kind, sum(shards)))
             continue
+        elements = 0
         for index, shard in enumerate(shards):
-            taken += shard
-            if taken >= limit or index == len(shards) - 1:
-                found.append((group.kind, taken))
-                taken = 0
-    return found
+            elements += shard
+            if elements >= limit or index == len(shards) - 1:
+                sub_groups.append((group.kind, elements))
+                elements = 0
+    return sub_groups
 
 
-def shard_of(p: ParameterSpec, sharers: int) -> int:
+def compute_shard_size(p: ParameterSpec, sharers: int) -> int:
     """Return the number of elements in a rank's shard of a parameter, with padding."""
     return -(-p.numel // sharers)
 
 
-def kept_whole(rank: RankSlice) -> list[ParameterSpec]:
+def list_persistent_parameters(rank: RankSlice) -> list[ParameterSpec]:
     """Return the parameters that ZeRO 3 gathers once and then keeps whole on every rank."""
-    limit = int(rank.zero("stage3_param_persistence_threshold", _PERSISTENCE))
-    most = int(rank.zero("stage3_model_persistence_threshold", 1 << 62))
-    found = []
+    max_elements = int(rank.zero("stage3_param_persistence_threshold", _PERSISTENT_ELEMENTS))
+    max_total = int(rank.zero("stage3_model_persistence_threshold", 1 << 62))
+    persistent = []
     total = 0
     for p in rank.own.parameters:
-        if p.numel <= limit and total + p.numel <= most:
-            found.append(p)
+        if p.numel <= max_elements and total + p.numel <= max_total:
+            persistent.append(p)
             total += p.numel
-    return found
+    return persistent
 
 
 def _count_sharded(rank: RankSlice) -> RankStates:
     """Return the states at ZeRO 3, which divides each parameter into equal shards, padded."""
-    shards = rank.size * sum(shard_of(p, rank.sharers) for p in rank.own.parameters)
-    whole = kept_whole(rank)
-    apart = {p.name for p in whole}
-    gathered = sum(rank.size * rank.sharers * shard_of(p, rank.sharers) for p in whole)
+    shards = rank.weight_size * sum(compute_shard_size(p, rank.sharers) for p in rank.own.parameters)
+    persistent = list_persistent_parameters(rank)
+    persistent_names = {p.name for p in persistent}
+    gathered = sum(rank.weight_size * rank.sharers * compute_shard_size(p, rank.sharers) for p in persistent)
     offloaded_to = rank.offloads("param")
     if rank.sharers == 1 and (offloaded_to is None or rank.on_cpu):
         gathered = 0  # the shard of a single rank is the parameter itself
-    if (few := int(rank.zero("zero_hpz_partition_size", 1))) > 1:
-        others = [p for p in rank.own.parameters if p.name not in apart]
-        gathered += sum(rank.size * rank.sharers * shard_of(p, rank.sharers) // few for p in others)
+    hpz_ranks = int(rank.zero("zero_hpz_partition_size", 1))
+    if hpz_ranks > 1:  # a second copy, divided among fewer ranks
+        others = [p for p in rank.own.parameters if p.name not in persistent_names]
+        gathered += sum(
+            rank.weight_size * rank.sharers * compute_shard_size(p, rank.sharers) // hpz_ranks for p in others
+        )
     device = StateBytes(gathered + (0 if offloaded_to else shards))
     host = StateBytes(shards if offloaded_to else 0)
     offload = rank.offloads("optimizer")
     master = 2 if has_16bit_master_weights(rank.json) else 4
     disk = StateBytes()
     gradients = 0
-    groups = sub_groups(rank)
+    groups = list_sub_groups(rank)
     # offload_optimizer.ratio: DeepSpeed counts sub-groups, not elements, and steps the first ones on the GPU.
     ratio = 1.0 if rank.on_cpu else rank.zero("offload_optimizer.ratio", 1.0)
-    staying = int((1 - ratio) * len(groups))
+    num_on_device = int((1 - ratio) * len(groups))
     for index, (kind, own) in enumerate(groups):
-        stays = index < staying
-        held = StateBytes(0, 0, master * own, _stepped(rank, kind, own, on_host=not stays))
-        gradients += rank.summed * own
+        is_on_device = index < num_on_device
+        moments = _count_flat_moments(rank, kind, own, on_host=not is_on_device)
+        states = StateBytes(masters=master * own, moments=moments)
+        gradients += rank.gradient_size * own
+        with_gradients = states + StateBytes(gradients=master * own)
         if offload is None:
-            device += held
-        elif offload == "nvme" and master * own >= _SWAPPED:
-            disk += held + StateBytes(0, master * own)
-        elif stays:
-            device += held + StateBytes(0, master * own)
+            device += states
+        elif offload == "nvme" and master * own >= _MIN_SWAP_BYTES:
+            disk += with_gradients
+        elif is_on_device:
+            device += with_gradients
         else:
-            host += held + StateBytes(0, master * own)
+            host += with_gradients
     if offload is None:
         return RankStates(device + StateBytes(0, gradients), host)
     return RankStates(device, host + StateBytes(0, gradients), disk)
 
 
-_SMALLEST_BUCKET = 50_000_000  # elements; a reduction of fewer takes as long, because of its latency
-_LARGEST_BUCKET = 500_000_000  # elements
-_BUCKETS = 8  # number of buckets to aim for, so that most of a model is reduced during its backward
-_FLATTENED = 500_000_000  # elements that DeepSpeed flattens at once if it reduces after the backward
-_REUSED = 1_000_000_000  # stage3_max_reuse_distance by default: ZeRO 3 keeps a parameter used again within it
-_PREFETCHED = 50_000_000  # stage3_prefetch_bucket_size by default, in elements
-_NORM = 8  # bytes of an element of the fp64 copy from which DeepSpeed takes an offloaded gradient's norm
+# Numbers of elements.
+_MIN_BUCKET_ELEMENTS = 50_000_000  # a reduction of fewer takes as long, because of its latency
+_MAX_BUCKET_ELEMENTS = 500_000_000
+_FLAT_ELEMENTS = 500_000_000  # DeepSpeed flattens so many at once if it reduces after the backward
+_REUSE_DISTANCE = (
+    1_000_000_000  # default of stage3_max_reuse_distance: ZeRO 3 keeps parameters used within it
+)
+_PREFETCH_ELEMENTS = 50_000_000  # default of stage3_prefetch_bucket_size
+_NUM_BUCKETS = 8  # to aim for, so that most of a model is reduced during its backward
+_NORM_BYTES = 8  # of an element of the fp64 copy from which DeepSpeed takes an offloaded gradient's norm
 
 
 @dataclass(frozen=True)
@@ -333,14 +347,15 @@ class EngineBuffers:
 def fit_bucket_size(stated: Any, num_parameters: int) -> int:
     """Return the size of the bucket in which gradients are reduced, in elements.
 
-    It is never larger than the model: DeepSpeed allocates its default of half a billion elements whole in
-    each step, twice with overlap_comm, and reduces a model that fits into one bucket only after the backward.
+    The size is at most the model's. DeepSpeed's default is half a billion elements, which it allocates whole
+    in each step, twice with overlap_comm. A model that fits into one bucket is reduced only after its
+    backward.
 
     Args:
         stated: `reduce_bucket_size` of the JSON; `None` if the JSON leaves it to this trainer.
         num_parameters: Number of parameters that are reduced.
     """
-    chosen = min(max(num_parameters // _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+    chosen = min(max(num_parameters // _NUM_BUCKETS, _MIN_BUCKET_ELEMENTS), _MAX_BUCKET_ELEMENTS)
     return min(int(chosen if stated is None else stated), max(1, num_parameters))
 
 
@@ -353,44 +368,44 @@ def count_buffers(rank: RankSlice) -> EngineBuffers:
         return _count_partitioned_buffers(rank, accumulates)
     trained = sum(group.numel for group in rank.groups)
     # Optimizers without a fused kernel need temporaries of the size of the largest parameter.
-    unfused = 3 * 4 * _largest(rank) if {group.kind for group in rank.groups} - {"adamw", "sgd"} else 0
+    unfused = 3 * 4 * _count_largest(rank) if {group.kind for group in rank.groups} - {"adamw", "sgd"} else 0
     if rank.adds_in_fp32:  # DeepSpeed's bf16 optimizer reduces a flat copy, made from the fp32 gradients
-        step = (rank.summed + rank.size) * min(trained, _FLATTENED)
+        step = (rank.gradient_size + rank.weight_size) * min(trained, _FLAT_ELEMENTS)
         return EngineBuffers(step=step, keeps_gradients=True)
     if rank.resolved.deepspeed is not None:  # ZeRO 0 reduces a flat copy, and steps in fp32
-        in_fp32 = 4 * trained if rank.size == 2 else 0
-        step = max(rank.size * min(trained, _FLATTENED), in_fp32 + unfused)
+        in_fp32 = 4 * trained if rank.weight_size == 2 else 0
+        step = max(rank.weight_size * min(trained, _FLAT_ELEMENTS), in_fp32 + unfused)
         return EngineBuffers(step=step, keeps_gradients=accumulates)
     if rank.split.parallel != "ddp":
         return EngineBuffers(step=unfused, keeps_gradients=accumulates)
     # DDP's buckets hold gradients from the first backward on; those of earlier micro-batches come on top.
     apart = 4 * trained if accumulates else 0
-    backward = apart + 4 * _largest(rank)
+    backward = apart + 4 * _count_largest(rank)
     return EngineBuffers(forward=apart, backward=backward, step=unfused, keeps_gradients=True)
 
 
-def _largest(rank: RankSlice) -> int:
+def _count_largest(rank: RankSlice) -> int:
     return max((p.numel for group in rank.groups for p in group.parameters), default=0)
 
 
-def _bucket(rank: RankSlice) -> int:
+def _choose_bucket_size(rank: RankSlice) -> int:
     staged = rank.split.pipeline_stages > 1
-    number = sum(group.numel for group in rank.groups) if staged else rank.whole
+    number = sum(group.numel for group in rank.groups) if staged else rank.model_numel
     return fit_bucket_size(rank.zero("reduce_bucket_size"), number)
 
 
 def _count_partitioned_buffers(rank: RankSlice, accumulates: bool) -> EngineBuffers:
     """Return the engine's buffers at ZeRO 1 and 2."""
     parts = partition_groups(rank)
-    size = rank.size
+    size = rank.weight_size
     trained = size * sum(group.numel for group in rank.groups)
-    largest = size * _largest(rank)
+    largest = size * _count_largest(rank)
     kept = size * sum(part.touched for part in parts)
-    is_compact = rank.summed == 4 and size == 2
+    is_compact = rank.gradient_size == 4 and size == 2
     offload = rank.offloads("optimizer")
     overlaps = bool(rank.zero("overlap_comm", False)) and rank.split.pipeline_stages == 1
-    bucket = _bucket(rank)
-    apart = (rank.summed if rank.stage == 1 else size) * bucket * (2 if overlaps else 1)
+    bucket = _choose_bucket_size(rank)
+    apart = (rank.gradient_size if rank.stage == 1 else size) * bucket * (2 if overlaps else 1)
     sent = bucket * 4 if is_compact else size * bucket * (rank.sharers > 1)
     forward = 0
     step = 0
@@ -406,7 +421,7 @@ def _count_partitioned_buffers(rank: RankSlice, accumulates: bool) -> EngineBuff
         return EngineBuffers(
             always=largest,
             forward=forward,
-            backward=backward + _NORM * _largest(rank),
+            backward=backward + _NORM_BYTES * _count_largest(rank),
             step=step,
             host=size * sum(part.own for part in parts) + largest,
             keeps_gradients=accumulates and rank.stage == 1,
@@ -421,60 +436,60 @@ def _count_partitioned_buffers(rank: RankSlice, accumulates: bool) -> EngineBuff
     )
 
 
-def _by_block(parameters: Iterable[ParameterSpec], sharers: int = 1) -> list[int]:
+def _sum_by_block(parameters: Iterable[ParameterSpec], sharers: int = 1) -> list[int]:
     """Return the number of elements, with padding, of each block and of each parameter outside of blocks."""
     units: dict[str, int] = {}
     for p in parameters:
         words = p.name.split(".")
         number = next((index for index, word in enumerate(words) if word.isdigit()), None)
         key = p.name if number is None else ".".join(words[: number + 1])
-        units[key] = units.get(key, 0) + shard_of(p, sharers) * sharers
+        units[key] = units.get(key, 0) + compute_shard_size(p, sharers) * sharers
     return list(units.values()) or [0]
 
 
 def _count_sharded_buffers(rank: RankSlice) -> EngineBuffers:
     """Return the engine's buffers at ZeRO 3, which gathers one block, or one parameter outside, at a time."""
-    size = rank.size
-    apart = {p.name for p in kept_whole(rank)}
-    units = _by_block((p for p in rank.own.parameters if p.name not in apart), rank.sharers)
+    size = rank.weight_size
+    apart = {p.name for p in list_persistent_parameters(rank)}
+    units = _sum_by_block((p for p in rank.own.parameters if p.name not in apart), rank.sharers)
     block = max(units)
     together = sum(units)
-    bucket = min(_bucket(rank), int(rank.zero("reduce_bucket_size", 1 << 62)))
+    bucket = min(_choose_bucket_size(rank), int(rank.zero("reduce_bucket_size", 1 << 62)))
     sent = 4 if rank.split.sequence_parallel > 1 else size  # bytes of an element that is being reduced
-    prefetched = min(int(rank.zero("stage3_prefetch_bucket_size", _PREFETCHED)), together)
-    reused = int(rank.zero("stage3_max_reuse_distance", _REUSED)) // 2 + block
+    prefetched = min(int(rank.zero("stage3_prefetch_bucket_size", _PREFETCH_ELEMENTS)), together)
+    reused = int(rank.zero("stage3_max_reuse_distance", _REUSE_DISTANCE)) // 2 + block
     gathered = size * min(together, reused)
     copied = size * block  # gathered shards, before they are copied into the parameters
     if rank.sharers == 1:
         prefetched = copied = 0
         if rank.offloads("param") is None or rank.on_cpu:
             gathered = 0  # the shard of a single rank is the parameter itself
-    trained = max(_by_block(p for group in rank.groups for p in group.parameters))
+    trained = max(_sum_by_block(p for group in rank.groups for p in group.parameters))
     reduced = sent * min(bucket, trained)
     if rank.offloads("optimizer") is not None:
-        reduced = max(reduced, _NORM * -(-_largest(rank) // rank.sharers))
+        reduced = max(reduced, _NORM_BYTES * -(-_count_largest(rank) // rank.sharers))
         step = 0
     else:
         halves = size == 2 and has_16bit_master_weights(rank.json)
-        each = rank.summed + (4 if rank.summed == 2 and not halves else 0)
-        step = each * max((own for _, own in sub_groups(rank)), default=0)
+        each = rank.gradient_size + (4 if rank.gradient_size == 2 and not halves else 0)
+        step = each * max((own for _, own in list_sub_groups(rank)), default=0)
     return EngineBuffers(
         always=sent * bucket,
         forward=gathered + copied + size * prefetched,
         backward=gathered + size * trained + reduced,
         step=step,
-        host=_swapped(rank),
+        host=_count_swap_bytes(rank),
         keeps_gradients=True,
     )
 
 
-def _swapped(rank: RankSlice) -> int:
+def _count_swap_bytes(rank: RankSlice) -> int:
     """Return the bytes of pinned memory through which offloaded states go to and from the disk."""
     host = 0
     if rank.offloads("param") == "nvme":
         count = int(rank.zero("offload_param.buffer_count", 5))
-        host += count * int(rank.zero("offload_param.buffer_size", 100_000_000)) * rank.size
+        host += count * int(rank.zero("offload_param.buffer_size", 100_000_000)) * rank.weight_size
     if rank.offloads("optimizer") == "nvme":
         count = int(rank.zero("offload_optimizer.buffer_count", 4))
-        host += count * 4 * max((own for _, own in sub_groups(rank)), default=0)
+        host += count * 4 * max((own for _, own in list_sub_groups(rank)), default=0)
     return host

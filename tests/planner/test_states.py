@@ -188,5 +188,5 @@ def test_cuts_that_the_json_states_are_not_guessed(key):
     tree, section = recipe(model=LLAMA), {"autotp_size": 2, key: {}}
     resolved = resolve(tree, zero(1) | {"tensor_parallel": {"autotp_size": 2}}, 2)[1]
     json = (resolved.deepspeed or {}) | {"tensor_parallel": section}
-    with pytest.raises(ConfigError, match=f"tensor_parallel.{key}: the memory of its split is not known"):
+    with pytest.raises(ConfigError, match=f"tensor_parallel.{key}: the memory of this split is not known"):
         cut_for_tensor_parallel(whole_of(tree), json, 2, 0)
