@@ -116,7 +116,7 @@ class MicroBatchSpec:
     apart: bool = False
     """Whether rows hold several documents, and attention does not cross between them."""
     recompute: RecomputePolicy = RecomputePolicy()
-    """Which blocks recompute their activations."""
+    """Choice of the blocks that recompute their activations."""
     compiled: bool = False
     """Whether blocks are compiled."""
     grouped: bool = False

@@ -30,10 +30,13 @@ class StepSpec:
     blocks: float
     """Number of elements in the blocks' matrices that a token is multiplied by; only chosen experts count."""
     layers: int
+    """Number of blocks of the whole model."""
     hidden: int
+    """Width of the hidden states."""
     length: int
     """Number of tokens in a row."""
     vocabulary: int = 0
+    """Number of rows of the output layer."""
     width: int = 0
     """Number of heads times the width of a head; 0 if that is the hidden size."""
     span: int = 0
@@ -41,11 +44,15 @@ class StepSpec:
     rows: float = 1
     """Number of rows in a micro-batch of one replica."""
     micro_batches: int = 1
+    """Number of micro-batches of one replica in a step."""
     data: int = 1
     """Number of replicas. The number of GPUs is data x tensor x pipeline x sequence."""
     tensor: int = 1
+    """Number of tensor-parallel ranks."""
     pipeline: int = 1
+    """Number of pipeline stages."""
     sequence: int = 1
+    """Number of sequence-parallel ranks."""
     stage: int = 0
     """ZeRO stage; 0 also stands for DDP."""
     recompute: float = 0.0
@@ -55,7 +62,7 @@ class StepSpec:
     weight_gradients: float = 1.0
     """Share of the matrices whose gradients are computed; 0 with an adapter."""
     quantised: bool = False
-    """Whether the frozen base is held in 4 bits."""
+    """Whether the frozen base is stored in 4 bits."""
     weight_bytes: float = 2
     """Bytes of an element of weights and gradients in collectives."""
 
@@ -71,15 +78,15 @@ class StepSpec:
 
         `document_tokens` is the number of tokens in an average document, or `None` if it is not stated.
         """
-        of = model.dimensions
+        dimensions = model.dimensions
         length = config.data.tokens_per_row
-        if of is None or length is None or find_untimed_feature(config, resolved):
+        if dimensions is None or length is None or find_untimed_feature(config, resolved):
             return None
-        chosen = of.experts_per_token / of.experts if of.experts else 1.0
+        expert_share = dimensions.experts_per_token / dimensions.experts if dimensions.experts else 1.0
         matrices = [
-            (p.numel * (chosen if ".experts." in p.name else 1.0), p.trains)
+            (p.numel * (expert_share if ".experts." in p.name else 1.0), p.trains)
             for p in model.parameters
-            if _multiplies(p)
+            if _is_block_matrix(p)
         ]
         elements = sum(number for number, _ in matrices)
         trained = sum(number for number, trains in matrices if trains)
@@ -89,12 +96,12 @@ class StepSpec:
         return cls(
             parameters=model.numel,
             blocks=elements,
-            layers=of.layers,
-            hidden=of.hidden,
+            layers=dimensions.layers,
+            hidden=dimensions.hidden,
             length=length,
-            vocabulary=of.vocabulary,
-            width=of.heads * of.head_dim,
-            span=min(length, document, of.window or length),
+            vocabulary=dimensions.vocabulary,
+            width=dimensions.heads * dimensions.head_dim,
+            span=min(length, document, dimensions.window or length),
             rows=plan.micro_batch_size,
             micro_batches=plan.gradient_accumulation_steps,
             data=split.dp_world_size,
@@ -134,23 +141,25 @@ class StepSpec:
         return (6 if self.weight_gradients else 4) * matrices + attention
 
 
-def _multiplies(parameter: ParameterSpec) -> bool:
+def _is_block_matrix(parameter: ParameterSpec) -> bool:
     """Return whether it is a matrix of a block (`model.layers.3.`) that no adapter added."""
     in_block = any(part.isdecimal() for part in parameter.name.split("."))
     return in_block and len(parameter.shape) > 1 and "lora_" not in parameter.name
 
 
 def find_untimed_feature(config: RunConfig, resolved: ResolvedSettings) -> str:
-    """Return the feature of a run because of which its time is not estimated; empty if there is none.
+    """Return a feature of the run for which no published run was compared with the formulas.
 
-    These are features for which no published run was compared with the formulas.
+    Returns:
+        `fp8` or `offloading`; empty if the time can be estimated.
     """
     language = config.model.language_model
-    zero = (resolved.deepspeed or {}).get("zero_optimization", {})
-    offloads = (zero.get(f"offload_{what}") or {} for what in ("optimizer", "param"))
     if language is not None and language.fp8 != "none":
         return "fp8"
-    return "offloading" if any(each.get("device", "none") != "none" for each in offloads) else ""
+    zero = (resolved.deepspeed or {}).get("zero_optimization", {})
+    sections = (zero.get(f"offload_{states}") or {} for states in ("optimizer", "param"))
+    offloads = any(section.get("device", "none") != "none" for section in sections)
+    return "offloading" if offloads else ""
 
 
 def packs_documents(config: RunConfig) -> bool:
@@ -161,9 +170,12 @@ def packs_documents(config: RunConfig) -> bool:
 
 
 def _read_recompute_share(config: RunConfig) -> float:
+    """Return the share of the blocks' forward that is recomputed, by `model.activation_checkpointing`."""
     model = config.model.language_model
-    how = "none" if model is None else model.activation_checkpointing
-    return {"none": 0.0, "selective": 0.5, "full": 1.0}[how] if isinstance(how, str) else 1.0 / how
+    mode = "none" if model is None else model.activation_checkpointing
+    if isinstance(mode, int):  # every mode-th block recomputes
+        return 1.0 / mode
+    return {"none": 0.0, "selective": 0.5, "full": 1.0}[mode]
 
 
 @dataclass(frozen=True)
@@ -181,6 +193,7 @@ class HardwareRates:
     network: float
     """Bytes per second between nodes, per GPU."""
     per_node: int
+    """Number of GPUs in a node."""
     stream: float
     """Bytes moved outside of matrix products, for each hidden element of each token and layer."""
     floor: float
@@ -241,18 +254,18 @@ def estimate_rates(
     peak = gpu.peak(precision, tf32)
     if peak is None or not gpu.bandwidth:
         return None
-    like = int(gpu.name.startswith(LIKE_H100))
-    how = "compiled" if compiled else "eager"
-    wide = 2 if precision == "fp32" else 1
+    generation = int(gpu.name.startswith(LIKE_H100))  # index into PRODUCTS and ATTENTION
+    mode = "compiled" if compiled else "eager"
+    width_factor = 2 if precision == "fp32" else 1  # STREAM is for 16 bits
     return HardwareRates(
-        products=PRODUCTS[like] * peak,
-        attention=ATTENTION[like] * peak,
+        products=PRODUCTS[generation] * peak,
+        attention=ATTENTION[generation] * peak,
         memory=gpu.bandwidth,
         link=gpu.nvlink * LINK_SHARE or gpu.pcie * PCIE_SHARE,
         network=network,
         per_node=per_node,
-        stream=STREAM[how] * wide,
-        floor=FLOOR[how],
+        stream=STREAM[mode] * width_factor,
+        floor=FLOOR[mode],
     )
 
 
@@ -265,7 +278,9 @@ class StepTime:
     tokens: float
     """Number of tokens in the step, on all GPUs."""
     gpus: int
+    """Number of GPUs."""
     model_flops: float
+    """Model FLOPs of the step, on all GPUs."""
 
     @property
     def seconds(self) -> float:
@@ -351,10 +366,11 @@ def estimate_ring_seconds(num_bytes: float, ranks: int, inner: int, rates: Hardw
         inner: Distance between neighbours of the group in global ranks, such as the tensor-parallel degree.
         rates: Rates of the GPU and its links.
     """
-    return (ranks - 1) / ranks * num_bytes / _ring_rate(ranks, inner, rates)
+    return (ranks - 1) / ranks * num_bytes / _compute_ring_rate(ranks, inner, rates)
 
 
-def _ring_rate(ranks: int, inner: int, rates: HardwareRates) -> float:
+def _compute_ring_rate(ranks: int, inner: int, rates: HardwareRates) -> float:
+    """Return the bytes per second of a ring, per GPU. The arguments are those of `estimate_ring_seconds`."""
     on_node = max(1, min(ranks, rates.per_node // inner))
     nodes = ceil(ranks / on_node)
     if nodes == 1:
@@ -365,7 +381,10 @@ def _ring_rate(ranks: int, inner: int, rates: HardwareRates) -> float:
 def compute_exposed_seconds(transfer: float, beside: float, disturbance: float) -> float:
     """Return the seconds by which a transfer lengthens `beside` seconds of concurrent computation.
 
-    `disturbance` is the slowdown of the computation, as a share of the seconds that it hides.
+    Args:
+        transfer: Seconds that the transfer takes.
+        beside: Seconds of computation that could hide it.
+        disturbance: Slowdown of the computation, as a share of the seconds that it hides.
     """
     return transfer - (1 - disturbance) * min(transfer, beside)
 
@@ -377,7 +396,7 @@ def _time_data_parallel(job: StepSpec, rates: HardwareRates, once: float) -> flo
     ranks = job.data * job.sequence
     kept = job.parameters / job.tensor / job.pipeline
     # A slow link disturbs the computation for longer, but less.
-    disturbance = min(1.0, _ring_rate(ranks, job.tensor, rates) / NVLINK) ** 0.5
+    disturbance = min(1.0, _compute_ring_rate(ranks, job.tensor, rates) / NVLINK) ** 0.5
     reduced = estimate_ring_seconds(kept * job.trained * job.weight_bytes, ranks, job.tensor, rates)
     gathered = estimate_ring_seconds(kept * job.weight_bytes, ranks, job.tensor, rates)
     if job.stage == 0:
