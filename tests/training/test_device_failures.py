@@ -255,7 +255,7 @@ def test_a_run_and_an_evaluation_from_python_raise_ours_with_torchs_as_its_cause
 
 
 EVALUATION = (
-    r"^error: out of memory on cpu in an evaluation at micro_batch_size 8, at \S+faults.py:\d+ in _fail .*: "
+    r"^error: out of memory on cpu in an evaluation at micro_batch_size 8, at \S+faults.py:\d+ in _cause .*: "
     r"asked for 2.50 GiB, of 79.11 GiB in all, 1.81 GiB were free, 70.12 GiB allocated, .*most first: "
     r"batch.micro_batch_size=4 \(now 8\)"
 )
