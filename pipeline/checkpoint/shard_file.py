@@ -101,7 +101,7 @@ def _make_entry(dtype: str, length: int, begin: int, num_bytes: int) -> dict[str
 
 
 class LayoutChangedError(Exception):
-    """Raised if shards differ from those that the file was laid out for."""
+    """Raised if the values of a shard are not as long as in the layout of the file."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,10 @@ class FileChecksums:
     """Checksums of a file, computed from the bytes that were passed to the operating system."""
 
     xxh3_128: str
-    """Checksum of the header, then of the padding before each shard and the shard's own checksum."""
+    """Checksum over the header and, for each shard, the padding before it and the digest of its values.
+
+    It is not the xxh3_128 of the file's bytes, so no value is hashed twice.
+    """
     shards: tuple[str, ...]
     """Checksum (xxh3_64) of each shard, in order."""
 

@@ -75,9 +75,9 @@ class NotifyConfig(RecipeSection):
 
     command: str | None = None
     """Program with arguments, as on a command line, that is started for each alert, without a shell and for
-    at most 10 s. It gets the alert as JSON on its standard input and in PIPELINE_RUN, PIPELINE_STEP,
-    PIPELINE_EVENT, PIPELINE_LEVEL, PIPELINE_MESSAGE and PIPELINE_ADVICE. recipe.yaml stores the command, so
-    it must not contain secrets. `--no-import-paths` refuses it."""
+    at most 10 s. It gets the alert as JSON on its standard input, and its parts in the environment variables
+    PIPELINE_RUN, PIPELINE_STEP, PIPELINE_EVENT, PIPELINE_LEVEL, PIPELINE_MESSAGE and PIPELINE_ADVICE.
+    recipe.yaml stores the command, so it must not contain secrets. `--no-import-paths` refuses it."""
     # A webhook's address is a secret. Given by the name of a variable, it stays out of recipe.yaml, W&B and
     # errors.
     webhook_env: str | None = None
@@ -90,8 +90,10 @@ class NotifyConfig(RecipeSection):
     @field_validator("command")
     @classmethod
     def _check_command(cls, command: str | None) -> str | None:
+        if command is None:
+            return None
         try:
-            words = shlex.split(command or "none")
+            words = shlex.split(command)
         except ValueError as error:
             raise ValueError(f"cannot be split into words ({error}), given {command!r}") from None
         if not words:
@@ -138,8 +140,8 @@ class WatchConfig(RecipeSection):
     it counts as a step. `skip`: it does not count, and the run continues as if the data did not contain the
     step's samples. `rollback`: the run returns to a checkpoint before the step, and leaves out samples (see
     `rollback_steps`). `stop`: the run ends. In fp16, a step with a finite loss and an infinite gradient
-    lowers the loss scale while that is possible, and counts; `skip` then applies to all other steps, and
-    `rollback` and `stop` are errors."""
+    lowers the loss scale while that is possible, and counts. `skip` applies to the other steps with an
+    infinite or NaN gradient; `rollback` and `stop` are refused in fp16."""
     on_spike: Literal["log", "skip", "rollback", "stop"] = "log"
     """Action after a step whose loss or gradient norm is far above those of the steps before it, with the
     same choices. `skip`: the step changes nothing; to decide this, every step synchronizes with the
@@ -150,8 +152,8 @@ class WatchConfig(RecipeSection):
     start resumes from one on which all ranks agreed."""
     compare_every: int = Field(25, ge=0)
     """Number of steps between two comparisons of replicas; 0: none. Under `ddp` and ZeRO 0, weights,
-    reduced gradients and optimizer state are compared; at ZeRO 1 and 2, the weights of all steps since the
-    last comparison."""
+    reduced gradients and optimizer state are compared; at ZeRO 1 and 2 only the weights, by a digest to
+    which each step since the last comparison added."""
     rollback_steps: int = Field(8, gt=0, le=10**6)
     """Number of steps, the bad step last, whose samples a rollback leaves out. The run returns to a
     checkpoint before them."""
@@ -178,8 +180,7 @@ class LoaderConfig(RecipeSection):
     tokenised text, since that is mapped into memory. Images, which must be decoded, need a few workers."""
     leave_out: list[tuple[Position, Position]] = Field([])
     """Ranges `[first, last)` of the run's sample order that no step uses, counted like
-    `train/samples_seen`. An alert names the range of a bad step. The steps before and after a range stay
-    the same."""
+    `train/samples_seen`. An alert names the range of a bad step. Every other step keeps its samples."""
 
     @field_validator("leave_out", mode="before")
     @classmethod
@@ -193,7 +194,7 @@ class LoaderConfig(RecipeSection):
     def _check_order(cls, value: list[tuple[int, int]]) -> list[tuple[int, int]]:
         for first, last in value:
             if first >= last:
-                raise ValueError(f"[{first}, {last}] is empty: expected [first, last) with first < last")
+                raise ValueError(f"[{first}, {last}) is empty: expected [first, last) with first < last")
         return value
 
 
@@ -205,8 +206,8 @@ class BatchConfig(RecipeSection):
 
     micro_batch_size: Annotated[int, Field(gt=0, le=MAX_MICRO_BATCH_SIZE)] | Literal["auto"] | None = None
     """Number of samples in one forward pass of a rank. `auto`, with `global_batch_size`: the largest that
-    fits, found at the start by trial steps that do not count. This size changes neither the global batch nor
-    the curve."""
+    fits, found at the start by trial steps that do not count. The size that is found changes neither the
+    global batch nor the curve."""
     gradient_accumulation_steps: int | None = Field(None, gt=0, le=MAX_ACCUMULATION_STEPS)
     """Number of micro-batches whose gradients a rank adds up for one optimizer step. Default: it follows
     from the other two numbers, else 1."""
@@ -229,7 +230,7 @@ class BatchConfig(RecipeSection):
 class EngineConfig(RecipeSection):
     """Settings for plain PyTorch. With a DeepSpeed JSON this section must be absent.
 
-    A file for --deepspeed with a `torch` section sets the same keys.
+    The file for --deepspeed can choose plain PyTorch, too: then it has a section `torch` with these keys.
     """
 
     parallel: Literal["auto", "single", "dp", "ddp"] = "auto"
@@ -243,7 +244,7 @@ class EngineConfig(RecipeSection):
     """Whether a GPU may multiply fp32 matrices in TF32 (10 bits of mantissa), which is faster and less
     exact."""
     compile: bool | Literal["auto"] = "auto"
-    """Whether torch.compile compiles the model's repeated blocks, and the loss if the model needs logits.
+    """Whether torch.compile compiles the model's repeated blocks, and the loss if it is computed from logits.
     Compilation takes about a minute at the start; steps are then faster. `auto`: on a GPU, except with
     `dp`."""
     bucket_cap_mb: float = Field(25.0, gt=0, le=2**20)
@@ -404,7 +405,10 @@ class DistributedConfig(RecipeSection):
 
 
 class RunConfig(RecipeSection):
-    """A whole run. The DeepSpeed JSON, not the recipe, has the split of the work and the precision."""
+    """A whole run.
+
+    The DeepSpeed JSON has the split of the work and the precision. Without one, `engine` has them.
+    """
 
     name: str = Field("run", pattern=RUN_NAME, max_length=128)
     """Name of the run; its directory is `<runs_dir>/<name>-<time>`."""
@@ -463,7 +467,7 @@ class RunConfig(RecipeSection):
 
 
 def get_cache_folder(config: RunConfig) -> Path:
-    """Return the recipe's folder for prepared data, or the default folder if its data is not prepared."""
+    """Return the recipe's folder for prepared data, or the default folder for data of other kinds."""
     documents = config.data.documents
     default = DocumentsConfig.model_fields["cache_dir"].default
     return Path(default if documents is None else documents.cache_dir).expanduser()

@@ -47,10 +47,10 @@ def add_document_bounds(batch: Batch) -> Batch:
     if not (isinstance(positions, Tensor) and isinstance(ids, Tensor) and positions.shape == ids.shape):
         return batch
     bounds = find_document_bounds(positions.cpu())
-    is_pinned = positions.is_cuda or positions.is_pinned()
-    return LoadedBatch(
-        {**batch, BOUNDS_KEY: bounds.pin_memory() if is_pinned else bounds}
-    ).copy_metadata_from(batch)
+    pins = positions.is_cuda or positions.is_pinned()
+    return LoadedBatch({**batch, BOUNDS_KEY: bounds.pin_memory() if pins else bounds}).copy_metadata_from(
+        batch
+    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,10 @@ class Engine(Evaluator, TextGenerator, EngineState, Protocol):
     precision: str
     """Precision of the computation: fp32, bf16 or fp16."""
     seed_rank: int
-    """Rank that seeds the random numbers; ranks with equal values compute the same activations."""
+    """Number that stands for this rank in the seed (seed, step, rank) of a step's random numbers.
+
+    It is equal on ranks that compute the same activations.
+    """
     num_parameters: int
     """Number of parameters of the whole model, over all ranks."""
     phases: Phases
@@ -166,8 +169,8 @@ class Engine(Evaluator, TextGenerator, EngineState, Protocol):
     def observe_gradients(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
         """Return a context in which a step passes its gradients to `take`, as shards.
 
-        Over all ranks, each value is passed once. Gradients are averaged over the global batch, unscaled and
-        clipped. A skipped step may pass no gradient.
+        Each value is passed by exactly one rank. Gradients are averaged over the global batch and clipped,
+        and the loss scale is removed. Of a skipped step it can happen that no gradient is passed.
         """
         ...
 
@@ -276,13 +279,13 @@ def compute_evaluation_loss(
 ) -> float:
     """Return the loss of an evaluation from its sums over all ranks.
 
-    An evaluation knows its counts only at its end. Therefore terms with a count of their own are not part of
-    the `loss` sum; their weighted means are added here.
+    A term that is averaged over a count of its own cannot be part of the `loss` sum, since that count is
+    known only at the end of an evaluation. Its mean, times its weight, is added here.
 
     Args:
         sums: Sums over all ranks, by name; `loss` and `count` among them.
-        means: See Objective.means.
-        weighted: See Objective.weighted.
+        means: Name of a metric -> (name of its sum, name of its count) in `sums`, see Objective.means.
+        weighted: Name of a metric in `means` -> its weight in the loss, see Objective.weighted.
     """
     loss = mean_loss(sums["loss"], sums["count"])
     for name, weight in weighted.items():
@@ -298,7 +301,7 @@ def compute_extra_means(sums: Mapping[str, Tensor], means: Mapping[str, tuple[st
 
     Args:
         sums: Sums over all ranks, by name.
-        means: See Objective.means.
+        means: Name of a metric -> (name of its sum, name of its count) in `sums`, see Objective.means.
     """
     return {
         name: float(mean_loss(sums[sum_key], sums[count_key]))

@@ -81,7 +81,7 @@ def _get_held_out_prompt(data: DataBundle) -> list[int] | None:
     return row["input_ids"][:begin].tolist() if begin > 1 else None
 
 
-def build_sampler(
+def build_text_sampler(
     generator: TextGenerator, data: DataBundle, config: RunConfig, tell: Callable[[int, Event], None]
 ) -> Callable[[int], None] | None:
     """Return a function that generates a sample after the evaluation of a step, and reports it as an event.

@@ -38,7 +38,7 @@ from pipeline.engine.schedule import LearningRate, check_user_schedule
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ConfigError
 from pipeline.evaluation.held_out import build_eval_loader
-from pipeline.evaluation.samples import build_sampler
+from pipeline.evaluation.samples import build_text_sampler
 from pipeline.models import build_model
 from pipeline.models.adapters import suggest_learning_rate
 from pipeline.models.batch_norm import is_sync_batch_norm
@@ -135,8 +135,10 @@ def build_meters(
 def list_local_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ...]:
     """Return the phases of a step in which a rank does not wait for other ranks; they show slow ranks.
 
-    A backward that reduces gradients waits for other ranks. All phases do if ranks share a sample (tensor and
-    sequence parallelism) or statistics of the batch (synchronised batch normalisation).
+    A backward that reduces gradients waits for other ranks; with pipeline stages they are reduced after it.
+    All phases wait if ranks share a sample (tensor and sequence parallelism) or statistics of the batch
+    (synchronised batch normalisation). The result is empty for a single rank, which has no other to compare
+    with.
     """
     split = resolved.split
     if split.world_size == 1 or split.tensor_parallel > 1 or split.sequence_parallel > 1:
@@ -147,14 +149,14 @@ def list_local_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, 
 
 
 def _build_recomputed_flops(
-    model: CausalLMConfig | None, engine: Engine, length: int | None
+    language: CausalLMConfig | None, engine: Engine, length: int | None
 ) -> Callable[[], float]:
     """Return a function that counts the FLOPs of a row that its backward recomputes.
 
     Only matrix products count. `selective` recomputation stores their results, so it recomputes none.
     """
-    if length is None or model is None or model.activation_checkpointing in ("none", "selective"):
-        return float
+    if length is None or language is None or language.activation_checkpointing in ("none", "selective"):
+        return lambda: 0.0
     from pipeline.models.activation_checkpointing import compute_recomputed_share
 
     block_flops = length * block_flops_per_token(engine.module, length)
@@ -179,14 +181,14 @@ def build_engine(
         ConfigError, ModelError: The model, its weights or the engine cannot be built as the recipe says.
     """
     split = resolved.split
-    placement = build_placement(config, resolved, job)
+    context = build_transform_context(config, resolved, job)
     needs_initial = not resumes or config.adapter is not None  # checkpoints of an adapter have no base
     # With `strict`, the file of model.weights fills every tensor, so none needs to be drawn.
     draws_initial = needs_initial and (config.model.weights is None or not config.model.strict)
 
     def build_sharded_model(sharding: Sharding) -> nn.Module:
         if config.adapter is not None:
-            sharding = choose_base_sharding(config.adapter, config.model, sharding, placement.dtype)
+            sharding = choose_base_sharding(config.adapter, config.model, sharding, context.dtype)
         request = build_model_request(config, data, sharding, draws_initial)
         model = build_model(config.model, request, config.seed)
         if config.model.weights is not None and needs_initial:
@@ -196,12 +198,12 @@ def build_engine(
                 sharding=sharding,
                 job=job,
                 open_checkpoint=open_checkpoint,
-                new_ids=find_new_ids(config, data),
+                new_ids=get_trained_vocabulary(config, data),
             )
         adapter = None
         if config.adapter is not None:
             adapter = AdapterRequest(config.adapter, config.seed, sharding, job)
-        model = apply_transforms(model, config.model, replace(placement, adapter=adapter))
+        model = apply_transforms(model, config.model, replace(context, adapter=adapter))
         if resolved.compile:
             compile_blocks(model)
         return model
@@ -221,7 +223,7 @@ def build_engine(
 
         stages = StageSharding(resolved.deepspeed, split, job)
         build_sharded_model(stages)
-        assert stages.model is not None
+        assert stages.model is not None  # StageSharding stores this stage's part of the model
         return PipelineEngine(
             stages.model,
             optimizer=config.optimizer,
@@ -240,7 +242,7 @@ def build_engine(
         config=swap.config,
         split=split,
         job=job,
-        autocast=placement.is_autocast,
+        autocast=context.is_autocast,
         sharding=sharding,
     )
     engine.cleanup.callback(swap.close)
@@ -253,8 +255,9 @@ def choose_base_sharding(
 ) -> Sharding:
     """Return the sharding for a model with an adapter: its frozen base in 4 bits, or in the run's precision.
 
-    Without DeepSpeed an adapter is fp32, and in a bf16 run its frozen linear layers are bf16. Autocast would
-    round these weights for each product anyway: the products are equal, bit by bit, in half the memory.
+    Without DeepSpeed, the adapter's weights are fp32, and in a bf16 run the frozen linear layers of the base
+    are bf16. Autocast would round these weights for each product anyway: the products are equal, bit by bit,
+    in half the memory. In all other cases the sharding is returned unchanged.
 
     Args:
         adapter: Section `adapter` of the recipe.
@@ -272,7 +275,7 @@ def choose_base_sharding(
     return sharding
 
 
-def build_placement(config: RunConfig, resolved: ResolvedSettings, job: Job) -> TransformContext:
+def build_transform_context(config: RunConfig, resolved: ResolvedSettings, job: Job) -> TransformContext:
     """Return the context of the model transforms, without an adapter."""
     split = resolved.split
     documents = config.data.documents
@@ -287,8 +290,11 @@ def build_placement(config: RunConfig, resolved: ResolvedSettings, job: Job) -> 
     )
 
 
-def find_new_ids(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
-    """Return the vocabulary (token -> id) of a tokenizer that was trained on this data, else `None`."""
+def get_trained_vocabulary(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
+    """Return the vocabulary (token -> id) if the run trained its own tokenizer, else `None`.
+
+    load_weights needs it to move the embeddings of a file to the ids of this vocabulary.
+    """
     documents = config.data.documents
     pretrained = documents.tokenizer.pretrained if documents is not None else None
     if data.tokenizer is None or pretrained is not None:
@@ -298,7 +304,7 @@ def find_new_ids(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """Components of a run whose state a checkpoint restores, after that."""
+    """Components of a run after the newest checkpoint, if there is one, was read into them."""
 
     resolved: ResolvedSettings
     """Resolved settings, with the micro-batch that was found if the recipe says `auto`."""
@@ -343,6 +349,7 @@ def assemble(
     start = restored.start
     checkpoint_state = restored.checkpoint_state
     eval_loader = build_eval_loader(config, resolved.batch_plan, data, engine)
+    # A checkpoint may be saved before the evaluation of its own step, which the resumed run then does first.
     lacks_evaluation = checkpoint_state.get("eval_loss") is None
     owes_evaluation = lacks_evaluation and restored.schedule.eval.is_due_or_first(start.global_step)
     max_steps = restored.schedule.max_steps
@@ -379,6 +386,7 @@ def assemble(
         checkpoint_state=checkpoint_state,
     )
     replica_check = ReplicaCheck(job, engine.replicas, config.watch, start.global_step)
+    # On a GPU a row is read one step later, so that no step waits; a rollback needs the row at once.
     rows_behind = int(engine.device.type == "cuda" and not safeguard.rolls_back)
     histograms_every = config.wandb.histograms_every
     peak_learning_rate = config.optimizer.learning_rate or suggest_learning_rate(engine.module)
@@ -407,7 +415,7 @@ def assemble(
         callbacks=build_callbacks(
             config, job, trackers.tell, checkpoint_state, has_eval=eval_loader is not None
         ),
-        tell_sample=build_sampler(engine, data, config, trackers.tell),
+        tell_sample=build_text_sampler(engine, data, config, trackers.tell),
     )
 
 
@@ -435,7 +443,7 @@ def build_and_restore(
             rows, config, job, directory, engine=engine, objective=objective, resumes=resumes, adapter=adapter
         )
     loader = build_loader(config, resolved.batch_plan, data, engine)
-    schedule = build_schedule(config, loader, job, data)
+    schedule = build_run_schedule(config, loader, job, data)
     warn_about_choices(config, resolved, job, loader, schedule.max_steps)
     if job.ranks.is_main_process:  # for programs that read the run's checkpoints later
         write_model_description(engine.module, data.tokenizer, directory / "model")
@@ -444,7 +452,7 @@ def build_and_restore(
         checkpoints, checkpoint, engine=engine, source=loader, max_steps=schedule.max_steps, adapter=adapter
     )
     job.progress.start_activity("starting")
-    if resolved.batch_plan.is_provisional:  # of a resume: its search needs the checkpoint's states in memory
+    if resolved.batch_plan.is_provisional:  # a resumed run: the search needs the optimizer state in memory
         resolved = find_micro_batch(resolved=resolved, data=data)
         loader.set_batch_division(
             resolved.batch_plan.micro_batch_size, resolved.batch_plan.gradient_accumulation_steps
@@ -507,7 +515,7 @@ def add_reference(
     A resumed run reads them from its directory. A new run computes them, or takes them from the cache.
 
     Args:
-        rows: Data without them, and how to read it.
+        rows: Data without reference log-probabilities, and how to read it.
         config: Recipe of the run.
         job: Ranks of the job.
         directory: Run directory.
@@ -527,11 +535,12 @@ def add_reference(
     )
 
 
-def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataBundle) -> RunSchedule:
+def build_run_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataBundle) -> RunSchedule:
     """Return the steps at which the run logs, evaluates, saves and ends. Collective.
 
     Raises:
-        ConfigError: An interval cannot be resolved (`resolve_intervals`), or the user's schedule fails.
+        ConfigError: An interval cannot be resolved (`resolve_intervals`), or the user's own learning rate
+            schedule fails.
         DataError: The ranks compute different curricula.
     """
     samples = (config.max_epochs or 1.0) * loader.samples_per_epoch

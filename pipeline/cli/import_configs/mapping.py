@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pipeline.cli.import_configs.conversions import Conversion, KeyMapping, LeftOpenError, to_names, to_text
-from pipeline.cli.import_configs.unmapped_keys import LEFT_OPEN, NO_EFFECT
+from pipeline.cli.import_configs.unmapped_keys import NO_EFFECT, NO_EXACT_COUNTERPART
 from pipeline.config.loading import ConfigFile
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.objective_schema import ObjectiveConfig
@@ -235,12 +235,12 @@ class ImportDraft:
             self.no_effect[key] = UNUSED
         elif pattern in NO_EFFECT:
             self.no_effect[key] = NO_EFFECT[pattern]
-        elif pattern in LEFT_OPEN and self.theirs[key] in OFF_VALUES:
+        elif pattern in NO_EXACT_COUNTERPART and self.theirs[key] in OFF_VALUES:
             self.no_effect[key] = "its value switches it off, and it is off here"
-        elif pattern in LEFT_OPEN:
-            self.left_open[key] = LEFT_OPEN[pattern]
+        elif pattern in NO_EXACT_COUNTERPART:
+            self.left_open[key] = NO_EXACT_COUNTERPART[pattern]
         elif slips := difflib.get_close_matches(
-            key, [*self.tool.rows, *NO_EFFECT, *LEFT_OPEN], 1, TYPO_SIMILARITY
+            key, [*self.tool.rows, *NO_EFFECT, *NO_EXACT_COUNTERPART], 1, TYPO_SIMILARITY
         ):
             raise self.make_error(key, f'unknown to {self.tool.title} (did you mean "{slips[0]}"?)')
         else:
@@ -275,7 +275,7 @@ def _flatten(
             )
         dotted = f"{prefix}{key}"
         pattern = _make_pattern(dotted)
-        all_patterns = () if pattern in tool.rows else (*tool.rows, *LEFT_OPEN, *NO_EFFECT)
+        all_patterns = () if pattern in tool.rows else (*tool.rows, *NO_EXACT_COUNTERPART, *NO_EFFECT)
         patterns_below = [each for each in all_patterns if each.startswith(f"{pattern}.")]
         if value is None or not patterns_below:
             yield dotted, value

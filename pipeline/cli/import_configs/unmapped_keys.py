@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pipeline.cli.import_configs.conversions import parse_reasons
 
-LEFT_OPEN = parse_reasons("""
+# Entries of both tables are TEXT: KEYS, with keys of the other trainers. The text ends at the last ": ", and an
+# indented line continues the entry.
+NO_EXACT_COUNTERPART = parse_reasons("""
 write batch.micro_batch_size: auto: auto_find_batch_size
 write checkpoint.keep_best: true, and eval.best_metric for another metric than the loss: greater_is_better
   load_best_model_at_end metric_for_best_model
 write model.weights or adapter.weights to start from weights of the other trainer: resume_from_checkpoint
 write early_stopping.patience: early_stopping_patience
 an evaluation measures the loss, and no accuracy of generated text: compute_accuracy predict_with_generate
-not supported: the loss is the cross entropy without smoothing: label_smoothing_factor
-the other trainer uses it only in some losses; to use it here write objective.label_smoothing:
+not supported: the cross entropy has no label smoothing: label_smoothing_factor
+the other trainer uses it only in some preference losses; to use it here write objective.label_smoothing:
   dpo_label_smoothing label_smoothing
 write distributed.timeout_seconds: ddp_timeout
 the optimizer is AdamW, SGD or Adafactor; Muon is in optimizer.groups: adam_beta3 optim_args
@@ -63,10 +65,14 @@ FULL_SHARD is ZeRO 3; for SHARD_GRAD_OP write stage 2 into the JSON: fsdp_config
   fsdp_config.fsdp_sharding_strategy
 write offload_optimizer and offload_param into the JSON: fsdp_config.fsdp_offload_params
 """)
-"""Key -> what the user can do about it. A key whose value switches it off is reported as without effect."""
+"""Key -> what the user can do, or what this trainer does instead.
+
+A key whose value switches it off is reported as without effect.
+"""
 NO_EFFECT = parse_reasons("""
 a run writes only into its own folder, and never overwrites an existing one: overwrite_output_dir
-  plot_loss save_only_model save_safetensors
+checkpoints are always whole and in safetensors, and the command `report` plots the loss: plot_loss
+  save_only_model save_safetensors
 the command that you type decides what is done: do_eval do_predict do_train merge_lora strict
 the launcher sets it (docs/multi_node.md): compute_environment ddp_backend debug device_map
   enable_cpu_affinity gpu_ids local_rank machine_rank main_process_ip main_process_port
@@ -86,18 +92,19 @@ data.packing decides on padding: eval_packing eval_sample_packing multipack_real
 the order of samples comes from the seed, and no sample is dropped: data_seed dataloader_drop_last
   disable_shuffling full_determinism group_by_length shuffle_dataset
 the type is read from the model's folder: base_model_config model_type processor_type tokenizer_type
+  use_fast_tokenizer
 attention uses torch's fused kernels at any length: flash_attention flex_attention sdp_attention
   xformers_attention
 this trainer chooses the kernels: gradient_checkpointing_kwargs liger_glu_activation liger_layer_norm
   liger_rms_norm
   liger_rope lora_mlp_kernel lora_o_kernel lora_qkv_kernel low_cpu_mem_usage plugins torch_compile_backend
-  torch_compile_mode use_fast_tokenizer use_unsloth
+  torch_compile_mode use_unsloth
 4 bits are always nf4 with double quantization: bnb_4bit_quant_type double_quantization quantization_method
   quantization_type use_bnb_nested_quant
 the DeepSpeed JSON sets the split, and unused parameters are reported: accelerator_config ddp
-  ddp_find_unused_parameters fsdp_version
+  ddp_find_unused_parameters fsdp_version fsdp_config.fsdp_version
 with ZeRO 3 a model is always created in shards, and exported whole: deepspeed_config.zero3_init_flag
-  deepspeed_config.zero3_save_16bit_model fsdp_config.fsdp_version
+  deepspeed_config.zero3_save_16bit_model
 the JSON sets the precision: bf16_full_eval bfloat16 dtype float16 float32 torch_dtype
 reference log-probabilities are computed before step 1: precompute_ref_log_probs
 dropout comes from the model's config: disable_dropout

@@ -75,7 +75,7 @@ def list_panels(runs: Sequence[RunReport]) -> list[tuple[str, list[str], bool]]:
     return [panel for panel in main if panel[1]] + others
 
 
-def collect_figures(record: RunRecord) -> dict[str, str]:
+def describe_last_and_best(record: RunRecord) -> dict[str, str]:
     """Return the last and the best value, in words, of each column of PANELS that has a best value."""
     keys = [key for keys in PANELS.values() for key in keys if key in record.curves]
     directions = {key: best_direction(key) for key in keys}
@@ -87,18 +87,20 @@ def collect_figures(record: RunRecord) -> dict[str, str]:
 
 
 def encode_runs(paths: Sequence[Path], ended: bool = False) -> str:
-    """Return all data of the page as JSON for a script element. Runs with equal names get a number.
+    """Return all data of the page as JSON for a script element.
+
+    If two runs have equal names, each run gets a number.
 
     Args:
         paths: Directories of the runs.
-        ended: See read_run.
+        ended: Whether the processes of the runs are known to have ended.
 
     Raises:
         MetricsFileError: A metrics.jsonl cannot be read, or is damaged.
     """
     runs = [read_run(path, ended) for path in paths]
     for run in runs:
-        run.figures = collect_figures(run.record)
+        run.figures = describe_last_and_best(run.record)
     if len({run.name for run in runs}) < len(runs):
         for number, run in enumerate(runs, 1):
             run.name += f" ({number})"
@@ -183,7 +185,8 @@ def report_killed_run(directory: Path, advise: Callable[[], str]) -> Event | Non
         advise: Function that returns advice for a process that was killed for memory.
 
     Returns:
-        The event that the resumed run reports; `None` if the last process recorded how it ended.
+        The event that the resumed run reports; `None` for a new run, or if the last process recorded how it
+        ended.
     """
     last = read_newest(directory / METRICS_FILE, "step")
     state, reason = determine_outcome(directory, last or {})
@@ -193,6 +196,6 @@ def report_killed_run(directory: Path, advise: Callable[[], str]) -> Event | Non
     write_final_report(directory)
     step = last["step"] if last is not None else 0
     message = f"the last process of this run {format_state(ENDED_SILENTLY, step)}"
-    if reason:
+    if reason:  # the only known reason is a kill for memory
         return Event(RUN_KILLED, f"{message}: {reason}", advise())
     return Event(RUN_KILLED, message, "look for the out-of-memory killer (dmesg) and in the scheduler's log")

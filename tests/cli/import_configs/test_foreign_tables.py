@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.cli.import_configs import training_arguments as common
 from pipeline.cli.import_configs.mapping import ImportDraft
-from pipeline.cli.import_configs.unmapped_keys import LEFT_OPEN, NO_EFFECT
+from pipeline.cli.import_configs.unmapped_keys import NO_EFFECT, NO_EXACT_COUNTERPART
 from pipeline.cli.import_configs.writing import TOOLS, format_recipe, make_json
 from pipeline.config.deepspeed_check import load_key_rules
 from pipeline.config.loading import ConfigFile
@@ -99,9 +99,9 @@ def test_no_value_is_a_traceback_and_every_key_gets_a_word(name):
                 assert "\n" not in said, (key, value)
 
 
-@pytest.mark.parametrize("words", [LEFT_OPEN, NO_EFFECT], ids=["left_open", "no_effect"])
+@pytest.mark.parametrize("words", [NO_EXACT_COUNTERPART, NO_EFFECT], ids=["left_open", "no_effect"])
 def test_keys_without_a_counterpart_are_named(words):
     tree = {key: "given" for key in words if "." not in key and key not in TOOLS["axolotl"].rows}
     draft = draft_of("axolotl", NEEDED["axolotl"] | tree)
-    named = draft.left_open if words is LEFT_OPEN else draft.no_effect
+    named = draft.left_open if words is NO_EXACT_COUNTERPART else draft.no_effect
     assert {key: named.get(key) for key in tree} == {key: words[key] for key in tree}
