@@ -32,7 +32,7 @@ from pipeline.objectives.preferences import (
     RewardRanking,
     SegmentObjective,
     SequenceGroup,
-    build_pair_terms,
+    build_pair_settings,
     set_sequence_group,
 )
 
@@ -89,7 +89,7 @@ def _build_custom(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objec
 
 
 def _build_pairs(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
-    return PairwisePreference(build_pair_terms(section), ModelCall(inputs, kept=SEGMENT_KEYS), kernels)
+    return PairwisePreference(build_pair_settings(section), ModelCall(inputs, kept=SEGMENT_KEYS), kernels)
 
 
 def _build_kto(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:

@@ -31,7 +31,7 @@ def batch_of(examples: bool = False):
 def test_a_batch_without_answers_names_the_data_that_has_them():
     batch = as_batch({key: batch_of()[key] for key in ("input_ids", "shift_labels")})
     with pytest.raises(
-        DataError, match=r"objective dpo reads 'segments', but the batch has .*data\.kind: pref"
+        DataError, match=r"objective dpo needs 'segments', but the batch has .*data\.kind: pref"
     ):
         objective_of("dpo").count(batch)
 
@@ -41,8 +41,16 @@ def test_segments_that_are_no_pairs_are_shown(kinds):
     batch = batch_of()
     batch["segment_kinds"][1] = torch.tensor(kinds)
     with pytest.raises(
-        DataError, match=rf"'segment_kinds' of a row are \[{kinds[0]}, {kinds[1]}\]: expected pairs of 1"
+        DataError,
+        match=rf"'segment_kinds' of a row are \[{kinds[0]}, {kinds[1]}\]: expected 1 \(chosen\) and 2",
     ):
+        objective_of("simpo").count(batch)
+
+
+def test_an_odd_number_of_places_is_an_error():
+    batch = batch_of()
+    batch["segment_kinds"] = torch.tensor([[1, 2, 0], [1, 2, 0]])
+    with pytest.raises(DataError, match=r"'segment_kinds' has 3 places in each row; give an even number"):
         objective_of("simpo").count(batch)
 
 
@@ -54,7 +62,7 @@ def test_a_segment_without_a_kind_is_an_error():
 
 
 def test_kto_wants_mismatched_answers():
-    with pytest.raises(DataError, match=r"compares answers with mismatched ones .* a micro-batch has none"):
+    with pytest.raises(DataError, match=r"needs mismatched answers .* a micro-batch has none"):
         objective_of("kto").count(batch_of())
     assert objective_of("kto").count(batch_of(examples=True)) == 2
 
@@ -62,8 +70,8 @@ def test_kto_wants_mismatched_answers():
 def test_a_reference_that_is_not_there_is_named():
     batch = batch_of()
     del batch["reference_logps"]
-    with pytest.raises(DataError, match=r"objective dpo reads 'reference_logps' \(samples, segments\)"):
-        objective_of("dpo").reference(batch)
+    with pytest.raises(DataError, match=r"objective dpo needs 'reference_logps' \(samples, segments\)"):
+        objective_of("dpo").read_reference_logps(batch)
 
 
 def test_places_without_a_pair_add_nothing_and_have_no_gradient():
