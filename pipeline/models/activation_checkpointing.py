@@ -6,7 +6,7 @@ import re
 from typing import Any, Literal
 
 import torch
-import torch.nn.attention.varlen  # its operator
+import torch.nn.attention.varlen  # registers torch.ops.torch_attn._varlen_attn
 import transformers
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -16,11 +16,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, summarize_error
 
-# Operations whose results `selective` keeps. Matrix products and attention take most of a block's time, and
-# the rest of the block takes most of its memory.
-EXPENSIVE = {
+# Operations whose results the mode `selective` saves in forward instead of recomputing them. They take most
+# of a block's time, while the results of its other operations take most of its memory.
+SAVED_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -35,9 +35,8 @@ EXPENSIVE = {
 }
 
 
-# The first version of transformers whose activation_checkpointing_enable takes `every_n_layers` and
-# `offload`.
-OLDEST_TRANSFORMERS = (5, 23)
+# The first version whose activation_checkpointing_enable takes `every_n_layers` and `offload`.
+MIN_TRANSFORMERS_VERSION = (5, 23)
 
 
 def enable_activation_checkpointing(
@@ -45,55 +44,66 @@ def enable_activation_checkpointing(
     mode: Literal["none", "full", "selective"] | int,
     offload: bool = False,
 ) -> None:
-    """Let the model's blocks recompute their activations in backward.
+    """Make the model's blocks recompute their activations in backward, instead of saving them in forward.
 
     Args:
         model: The model, changed in place.
-        mode: The recipe's `model.activation_checkpointing`. With a number N, blocks 0, N, 2N, ... recompute.
-        offload: Whether the inputs of blocks that recompute are kept in host memory.
+        mode: The recipe's `model.activation_checkpointing`. `none` changes nothing, `full` recomputes every
+            block, and `selective` recomputes every block except for SAVED_OPERATIONS. With a number N, only
+            blocks 0, N, 2N, ... recompute.
+        offload: Whether blocks that recompute save their inputs in host memory.
 
     Raises:
-        ModelError: transformers cannot recompute this architecture, or it is too old.
+        ModelError: transformers cannot recompute this architecture, or transformers is too old.
     """
     if mode == "none":
         return
     options: dict[str, Any] = {
-        "use_reentrant": False,  # the reentrant kind loses arguments passed by name
-        # Reading and restoring the generators costs time in every block, so it is done only if needed.
+        "use_reentrant": False,  # the reentrant variant does not support keyword arguments
+        # Saving and restoring the states of random number generators costs time in every block.
         "preserve_rng_state": _draws_random_numbers(model),
     }
     if mode == "selective":
         options["context_fn"] = _build_selective_modes
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMERS:
-        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < MIN_TRANSFORMERS_VERSION:
+        oldest = ".".join(map(str, MIN_TRANSFORMERS_VERSION))
         raise ModelError(
             f"model.activation_checkpointing needs transformers {oldest} or newer, and "
             f"{transformers.__version__} is installed: pip install 'transformers>={oldest}'"
         )
-    every = mode if isinstance(mode, int) else 1
+    every_n_layers = mode if isinstance(mode, int) else 1
     try:
-        model.activation_checkpointing_enable(options, every_n_layers=every, offload=offload)
-    except ValueError:
+        model.activation_checkpointing_enable(options, every_n_layers=every_n_layers, offload=offload)
+    except ValueError as error:
         raise ModelError(
-            f"model.activation_checkpointing: transformers cannot recompute the blocks of a "
-            f"{model.config.model_type}; set model.activation_checkpointing=none"
-        ) from None
+            f"model.activation_checkpointing is {mode}, but transformers cannot recompute the blocks of a "
+            f"{model.config.model_type} ({summarize_error(error)}); set model.activation_checkpointing=none"
+        ) from error
 
 
 def compute_recomputed_share(model: nn.Module) -> float:
-    """Return the share of blocks that recompute, among those whose parameters are on this rank."""
+    """Return the share of this rank's blocks that recompute, from 0 to 1; 0 without blocks.
+
+    Blocks of other pipeline stages have their parameters on the meta device, and are left out.
+    """
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    own = [block for block in blocks if not any(p.is_meta for p in block.parameters())]
-    return sum(bool(block.gradient_checkpointing) for block in own) / max(1, len(own))
+    local_blocks = [block for block in blocks if not any(p.is_meta for p in block.parameters())]
+    num_recomputing = sum(bool(block.gradient_checkpointing) for block in local_blocks)
+    return num_recomputing / max(1, len(local_blocks))
 
 
 def _draws_random_numbers(model: PreTrainedModel) -> bool:
-    """Return whether a forward may draw random numbers, according to transformers' config and the layers."""
+    """Return whether a forward may draw random numbers, according to the model's config and its layers.
+
+    A class that is not part of transformers may draw them without a field in its config or a dropout layer.
+    """
     if not type(model).__module__.startswith("transformers."):
         return True
     fields = model.config.get_text_config().to_dict().items()
-    is_configured = any(_is_positive(value) for key, value in fields if re.search("drop|jitter|noise", key))
-    return is_configured or any(module.p > 0 for module in model.modules() if isinstance(module, _DropoutNd))
+    rates = [value for key, value in fields if re.search("drop|jitter|noise", key)]
+    if any(_is_positive(rate) for rate in rates):
+        return True
+    return any(module.p > 0 for module in model.modules() if isinstance(module, _DropoutNd))
 
 
 def _is_positive(value: Any) -> bool:
@@ -102,15 +112,19 @@ def _is_positive(value: Any) -> bool:
 
 def _build_selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the dispatch modes for a block's forward and for its recomputation in backward."""
-    forward, recomputation = create_selective_checkpoint_contexts(list(EXPENSIVE))
-    return _ExpensiveOperationMode(forward), _ExpensiveOperationMode(recomputation)
+    forward_mode, recomputation_mode = create_selective_checkpoint_contexts(list(SAVED_OPERATIONS))
+    return _SavedOperationMode(forward_mode), _SavedOperationMode(recomputation_mode)
 
 
-class _ExpensiveOperationMode(TorchDispatchMode):
-    """Passes only the expensive operations to torch's mode.
+class _SavedOperationMode(TorchDispatchMode):
+    """Shows torch's mode for selective checkpointing only the operations in SAVED_OPERATIONS.
 
-    torch requires the recomputation to repeat the forward operation by operation. Under ZeRO-3 it does not:
-    parameters gathered ahead in the forward are gathered at another place in backward.
+    torch's mode requires the recomputation to repeat every operation that it saw in forward. Under ZeRO-3 the
+    recomputation does not repeat all: parameters gathered ahead in forward are gathered at another place in
+    backward.
+
+    Args:
+        mode: One of the two modes of torch's create_selective_checkpoint_contexts.
     """
 
     def __init__(self, mode: Any) -> None:
@@ -119,12 +133,12 @@ class _ExpensiveOperationMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return the answer of torch's own mode."""
+        """Return True, as torch's own mode does."""
         return True
 
     @property
     def ac_graph_id(self) -> int | None:
-        """Number of the block, with which torch.compile marks every operation."""
+        """Id of the block, with which torch.compile marks every operation; `None` if not compiling."""
         return self._mode.ac_graph_id
 
     @ac_graph_id.setter
@@ -132,6 +146,8 @@ class _ExpensiveOperationMode(TorchDispatchMode):
         self._mode.ac_graph_id = number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in EXPENSIVE or get_proxy_mode() is not None:
+        # While torch.compile traces, torch's mode marks every operation as saved or recomputed.
+        is_traced = get_proxy_mode() is not None
+        if func in SAVED_OPERATIONS or is_traced:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
