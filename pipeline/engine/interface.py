@@ -285,7 +285,8 @@ def compute_evaluation_loss(
     Args:
         sums: Sums over all ranks, by name; `loss` and `count` among them.
         means: Name of a metric -> (name of its sum, name of its count) in `sums`, see Objective.means.
-        weighted: Name of a metric in `means` -> its weight in the loss, see Objective.weighted.
+        weighted: Name of a metric in `means` -> its weight in the loss, see
+            Objective.eval_weights.
     """
     loss = mean_loss(sums["loss"], sums["count"])
     for name, weight in weighted.items():

@@ -348,7 +348,7 @@ class _LastStage:
         self.pending.clear()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        with self.head.given(hidden):
+        with self.head.use_hidden_states(hidden):
             if not self.pending:
                 logits: Tensor = self.head().logits
                 return logits

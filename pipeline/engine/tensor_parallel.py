@@ -113,7 +113,7 @@ def enable_vocabulary_parallel_loss(model: Any) -> None:
 
     part = VocabularyPart(
         start=sum(sizes[: head.tp_index]),
-        largest=max(sizes),
+        max_rows=max(sizes),
         gather=gather,
         all_reduce_sum=all_reduce_sum,
     )

@@ -134,7 +134,7 @@ def record_best_metric(
 def _compute_means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:
     """Return loss and further means with this prefix, from sums over all ranks."""
     extra_means = compute_extra_means(sums, objective.means)
-    means = {"loss": compute_evaluation_loss(sums, objective.means, objective.weighted), **extra_means}
+    means = {"loss": compute_evaluation_loss(sums, objective.means, objective.eval_weights), **extra_means}
     if not sums["count"]:  # NaN, because a loss of 0 would be the best of all evaluations
         means |= {"loss": math.nan, "targets": 0.0}
     return {f"{prefix}{name}": mean for name, mean in means.items()}

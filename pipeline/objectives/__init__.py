@@ -1,4 +1,4 @@
-"""The registry of objectives, and the function that builds the one that a recipe names."""
+"""The registry of objectives, and the function that builds a recipe's objective."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
 
     Args:
         config: The run's configuration.
-        compiled: Whether the run compiles; the loss of logits is then two compiled kernels.
+        compiled: Whether the run uses torch.compile; the losses of language models are then compiled too.
 
     Raises:
-        ConfigError: The kind is `auto` and the model is the user's own, or an import path names nothing.
+        ConfigError: The kind is `auto` and the model is the user's own, or an import path does not resolve.
     """
     section = config.objective
     kind = config.model.default_objective if section.kind == "auto" else section.kind
@@ -75,9 +75,9 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
             "objective.kind is auto, but a model of your own has no default objective; write causal_lm, "
             "classification, model_loss (the model returns its loss), or package.module:function"
         )
-    return OBJECTIVES.get(kind, _build_custom)(
-        section, config.model.inputs, FusedKernels() if compiled else None
-    )
+    build = OBJECTIVES.get(kind, _build_custom)
+    kernels = FusedKernels() if compiled else None
+    return build(section, config.model.inputs, kernels)
 
 
 Inputs = Sequence[str] | None
@@ -89,16 +89,22 @@ def _build_custom(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objec
 
 
 def _build_pairs(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
-    return PairwisePreference(build_pair_settings(section), ModelCall(inputs, kept=SEGMENT_KEYS), kernels)
+    return PairwisePreference(build_pair_settings(section), ModelCall(inputs, withheld=SEGMENT_KEYS), kernels)
 
 
 def _build_kto(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
-    weights = section.desirable_weight, section.undesirable_weight
-    return KTO(section.beta, *weights, ModelCall(inputs, kept=SEGMENT_KEYS), kernels)
+    return KTO(
+        section.beta,
+        section.desirable_weight,
+        section.undesirable_weight,
+        ModelCall(inputs, withheld=SEGMENT_KEYS),
+        kernels,
+    )
 
 
 def _build_reward(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objective:
-    return RewardRanking(section.margin_weight, section.center_weight, ModelCall(inputs, kept=SEGMENT_KEYS))
+    call = ModelCall(inputs, withheld=SEGMENT_KEYS)
+    return RewardRanking(section.margin_weight, section.center_weight, call)
 
 
 OBJECTIVES: dict[str, Callable[[Any, Inputs, FusedKernels | None], Objective]] = {
@@ -114,7 +120,7 @@ OBJECTIVES: dict[str, Callable[[Any, Inputs, FusedKernels | None], Objective]] =
     "kto": _build_kto,
     "reward": _build_reward,
 }
-"""Builder of each `objective.kind`, called with its section, `model.inputs` and the kernels of the run.
+"""Builder of each `objective.kind`, called with (section `objective`, `model.inputs`, kernels or `None`).
 
 Any other kind is the import path of a user's function; see CustomLoss.
 """

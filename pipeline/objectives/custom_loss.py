@@ -1,4 +1,4 @@
-"""Losses of the user's own: a function by import path, or the loss that the model computes itself."""
+"""Losses that a user supplies: a function by its import path, or the loss that the model computes itself."""
 
 from __future__ import annotations
 
@@ -26,31 +26,32 @@ from pipeline.objectives.model_call import (
     unwrap_model,
 )
 
-METRIC = re.compile(r"[A-Za-z][\w.@-]*")
-BUILT_IN = {
+METRIC_NAME = re.compile(r"[A-Za-z][\w.@-]*")
+BUILT_IN_METRICS = {
     "epoch", "grad_norm", "learning_rate", "loss", "loss_scale", "perplexity", "samples_seen",
     "skipped_in_a_row", "skipped_steps", "targets", "tokens_seen",
 }  # fmt: skip
-"""Names of built-in columns `train/...` and `eval/...`, which metrics of a user may not take."""
+"""Names of built-in columns `train/...` and `eval/...`, which a user's metrics may not have."""
 
 
 class CustomLoss(BaseObjective):
     """Minimises a user's function: `function(outputs, batch) -> loss`, a sum over the micro-batch's samples.
 
-    The function may return `(loss, metrics)`. Its attribute `metrics` then names the metrics, each of which
-    is a sum and its count. Outputs are passed in fp32, since not all of torch's losses exist in half
-    precision. The logged loss is the mean over samples, or over `function.count(batch)` if the function has
-    that attribute.
+    The function may return `(loss, metrics)`. `metrics` maps the names in the function's attribute `metrics`
+    to pairs (sum, count) over the micro-batch. The outputs of the model are passed in fp32, since not all of
+    torch's losses exist in half precision. The logged loss is the mean over samples, or the sum divided by
+    `function.count(batch)` if the function has that attribute.
 
     Args:
         function: The user's function.
         call: The call of the model.
         reduction: The reduction of the returned loss. A `mean` is multiplied by the number of targets, and
-            the logged loss is the mean over these. `None`: a sum; the first call raises an error if it is a
-            mean.
+            the logged loss is the mean over the targets. `None`: the loss is a sum; the first call raises an
+            error if it is a mean.
 
     Raises:
-        ConfigError: The function cannot be called with (outputs, batch), or its attributes do not fit.
+        ConfigError: The function cannot be called with (outputs, batch), its attribute `count` is no
+            function, or its attribute `metrics` has a name that is not valid.
     """
 
     unit = "samples"
@@ -68,8 +69,8 @@ class CustomLoss(BaseObjective):
         name = getattr(function, "__name__", type(function).__name__)
         self.means = _build_means(getattr(function, "metrics", ()), name)
         _refuse_torch_loss(function, name)
-        own_count = getattr(function, "count", None)
-        if own_count is not None and not callable(own_count):
+        count_targets = getattr(function, "count", None)
+        if count_targets is not None and not callable(count_targets):
             raise ConfigError(
                 f"objective.kind: {name}.count is not a function; make it a function of the batch"
             )
@@ -90,26 +91,36 @@ class CustomLoss(BaseObjective):
             ) from None
 
     def count(self, batch: Batch) -> Tensor:
-        """See Objective.count."""
-        own: Callable[[Batch], Any] | None = getattr(self.function, "count", None)
-        if own is None:
+        """See Objective.count.
+
+        Raises:
+            ConfigError: The function's attribute `count` raises, or does not return one number.
+        """
+        count_by_user: Callable[[Batch], Any] | None = getattr(self.function, "count", None)
+        if count_by_user is None:
             return torch.as_tensor(
                 _count_targets(batch) if self._reduction == "mean" else count_samples(batch)
             )
         with exit_as_error("objective.kind: the function's count", ConfigError):
-            counted = own(batch)
-        if not _is_number(counted):
+            count = count_by_user(batch)
+        if not _is_number(count):
             raise ConfigError(
-                f"objective.kind: the function's count returned {describe_output(counted)}; expected one "
-                "number: what the loss is a sum over"
+                f"objective.kind: the function's count returned {describe_output(count)}; expected one "
+                "number, by which the sum of the loss is divided"
             )
-        return torch.as_tensor(counted)
+        return torch.as_tensor(count)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        """See Objective."""
+        """See Objective.
+
+        Raises:
+            ConfigError: The function raises, or returns something else than its loss and its metrics.
+        """
         outputs = tree_map(_cast_to_fp32, self._call(model, batch))
-        exits = exit_as_error("objective.kind: the function", ConfigError)
-        with self._checks.around(unwrap_model(model), batch) as checks, exits:
+        with (
+            self._checks.check_inside(unwrap_model(model), batch) as checks,
+            exit_as_error("objective.kind: the function", ConfigError),
+        ):
             loss: Any = self.function(outputs, batch)
         metrics: Any = {}
         if isinstance(loss, tuple) and len(loss) == 2:
@@ -120,19 +131,20 @@ class CustomLoss(BaseObjective):
                 "the sum of the loss over the samples"
             )
         count = self.count(batch).to(loss.device)
-        divisor = None if checks is None else checks.mean_over(loss)
-        if divisor is not None and not hasattr(self.function, "count"):
-            self._check_mean(divisor, count_samples(batch), float(count))
+        num_elements = None if checks is None else checks.get_mean_divisor(loss)
+        if num_elements is not None and not hasattr(self.function, "count"):
+            self._check_mean(num_elements, count_samples(batch), float(count))
         extras = self._collect_sums(metrics, loss.device)
-        if self._reduction == "mean":  # the mean is NaN without targets
+        if self._reduction == "mean":  # without targets, the mean is NaN and the sum is 0
             loss = torch.where(count > 0, loss * count, 0.0)
         return LossSum(loss, count, extras)
 
     def _collect_sums(self, metrics: Any, device: torch.device) -> dict[str, Tensor]:
-        """Return the sums and counts of the metrics under their names in `means`, fp64, without a host sync.
+        """Return the sums and counts of the metrics by their keys in `means`, fp64, without a host sync.
 
         Raises:
-            ConfigError: The metrics are not those that the function's attribute names.
+            ConfigError: The metrics are not those that the function's attribute names, or are no pairs of
+                numbers.
         """
         if not isinstance(metrics, dict) or metrics.keys() != self.means.keys():
             returned = sorted(map(str, metrics)) if isinstance(metrics, dict) else describe_output(metrics)
@@ -153,36 +165,47 @@ class CustomLoss(BaseObjective):
                 extras[key] = _move_to_device(value, device)
         return extras
 
-    def _check_mean(self, divisor: float, samples: int, targets: float) -> None:
-        """Refuse a mean that the recipe does not state, or a mean over something else than the targets."""
+    def _check_mean(self, num_elements: float, samples: int, targets: float) -> None:
+        """Raise a ConfigError for a mean that the recipe does not state, or that is not over the targets.
+
+        Args:
+            num_elements: Number of elements that the function's loss is a mean over; NaN with class weights.
+                A multiple of the number of targets is accepted: a mean over several outputs for each target.
+            samples: Number of samples of the micro-batch.
+            targets: Number of targets of the micro-batch.
+        """
         if self._reduction is None and samples > 1:
             raise ConfigError(
                 f"objective.kind: the function returned a mean; expected the sum over the micro-batch's "
                 f'{samples} samples (reduction="sum"). Write objective.reduction: mean, which weights it by '
                 "the number of targets, or objective.reduction: sum if the value is the sum"
             )
-        if self._reduction == "mean" and targets and divisor % targets:
+        if self._reduction == "mean" and targets and num_elements % targets:
             raise ConfigError(
                 "objective.reduction: mean: the function's mean is not over the micro-batch's "
                 f"{targets:g} targets (class weights, a mask, another ignore_index, or a mean by sample); "
-                "give the function an attribute `count`, a function of the batch that returns what its mean "
-                "is over, or return the sum"
+                "give the function an attribute `count`, a function of the batch that returns the number of "
+                "targets in its mean, or return the sum"
             )
 
 
 def _build_means(names: Any, function: str) -> dict[str, tuple[str, str]]:
-    """Return the metrics that a function names, with the names of their sums; see Objective.means.
+    """Return the keys of the sum and of the count of each metric; see Objective.means.
+
+    Args:
+        names: Value of the function's attribute `metrics`: a name, or names.
+        function: Name of the function, for messages.
 
     Raises:
-        ConfigError: A name cannot be the name of a column, or it is a built-in column's.
+        ConfigError: A name cannot be the name of a column, or is that of a built-in column.
     """
     names = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
     for name in names:
-        if not isinstance(name, str) or not METRIC.fullmatch(name):
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
             raise ConfigError(
                 f"objective.kind: {function}.metrics has {name!r}; name a metric by letters, digits, _ - . @"
             )
-        if name in BUILT_IN:
+        if name in BUILT_IN_METRICS:
             raise ConfigError(
                 f"objective.kind: {function}.metrics has {name!r}, a built-in metric; choose another name"
             )
@@ -197,12 +220,15 @@ def _is_number(value: Any) -> bool:
 def _move_to_device(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().reshape(()).to(device, torch.float64)
-    # Filled on the device, since a copy from the host would wait for it.
+    # Filled on the device, since a copy from pageable host memory synchronizes with the device.
     return torch.full((), float(torch.as_tensor(value)), dtype=torch.float64, device=device)
 
 
 def _count_targets(batch: Batch) -> int | Tensor:
-    """Return the number of targets that torch's losses count by default; without targets, of samples."""
+    """Return the number of targets that torch's losses average over; without targets, that of samples.
+
+    These are all elements of floating-point targets, and the class numbers that are not -100.
+    """
     targets = next((batch[key] for key in TARGET_KEYS if isinstance(batch.get(key), Tensor)), None)
     if targets is None:
         return count_samples(batch)
@@ -210,7 +236,7 @@ def _count_targets(batch: Batch) -> int | Tensor:
 
 
 def _refuse_torch_loss(function: Any, name: str) -> None:
-    """Refuse a plain loss of torch, which takes no batch and returns a mean."""
+    """Raise a ConfigError for a plain loss of torch, which takes no batch and returns a mean."""
     inner = getattr(function, "func", function)  # the function inside of a functools.partial
     kind = inner if isinstance(inner, (type, FunctionType)) else type(inner)
     if kind.__module__ == "torch.nn.functional":
@@ -232,7 +258,11 @@ def _cast_to_fp32(value: Any) -> Any:
 
 
 class ModelLoss(BaseObjective):
-    """Minimises the loss that the model computes from inputs and targets: a mean over the batch's samples."""
+    """Minimises the loss that the model computes from inputs and targets: a mean over the batch's samples.
+
+    Args:
+        call: The call of the model, by default one with targets.
+    """
 
     unit = "samples"
 
@@ -249,8 +279,8 @@ class ModelLoss(BaseObjective):
         samples = self.count(batch)
         if loss.dim() == 0:
             return LossSum(loss * samples, samples.to(loss.device))
-        # nn.DataParallel gathers one mean for each GPU, over the parts that torch.chunk makes. A loss for
-        # each sample is the same case with parts of one.
+        # nn.DataParallel returns one mean for each GPU, whose samples are a part that torch.chunk makes. If
+        # the model returns one loss for each sample, each part is one sample.
         parts = torch.empty(int(samples)).chunk(len(loss))
         sizes = torch.tensor([len(part) for part in parts], device=loss.device)
         return LossSum((loss * sizes).sum(), samples.to(loss.device))

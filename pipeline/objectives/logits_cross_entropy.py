@@ -1,12 +1,12 @@
-"""The cross entropy of given logits, computed in fp32 without an fp32 tensor of (N, V).
+"""The cross entropy of a model's logits, computed in fp32 without an fp32 tensor of (N, V).
 
-`F.cross_entropy(logits.float(), ...)` makes three such tensors. Here the loss is computed in blocks that stay
-in the cache of a CPU, or by two compiled kernels in a run that compiles. One kernel reads the logits and
-keeps two numbers a token; the other reads them and writes the gradient. On a GPU, blocks move 42 bytes a
-logit in bf16, and the kernels move 6.
+`F.cross_entropy(logits.float(), ...)` makes three such tensors. Here the loss is computed in blocks of rows
+that fit the cache of a CPU, or by two compiled kernels in a run that uses torch.compile. One kernel reads the
+logits and saves two numbers for each token; the other reads the logits again and writes their gradient. On a
+GPU, blocks move 42 bytes for each logit in bf16, and the kernels move 6.
 
-The kernels are formulas for torch.compile, not Triton, so the same ones run and are tested on a CPU. Their
-backward is our own, since autograd's may keep fp32 logits.
+The kernels are formulas for torch.compile, not Triton, so the same kernels run and are tested on a CPU. Their
+backward is written by hand, since autograd may save fp32 logits for it.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class FusedKernels:
     """Compiles the loss of logits and its gradient to one kernel each, for any number of tokens.
 
-    If they cannot be compiled, one line of the log says so, and callers compute in blocks.
+    If torch.compile fails, it logs one warning, and from then on callers compute in blocks.
 
     Args:
         backend: A backend of torch.compile.
@@ -43,44 +43,51 @@ class FusedKernels:
     def __init__(self, backend: str | Callable[..., Any] = "inductor"):
         # fullgraph: a part that ran uncompiled would make tensors of (N, V).
         self._compiled = {
-            each: torch.compile(each, backend=backend, fullgraph=True)
-            for each in (_compute_loss, _compute_gradient, _replace_by_gradient)
+            function: torch.compile(function, backend=backend, fullgraph=True)
+            for function in (_compute_loss, _compute_gradient, _replace_by_gradient)
         }
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether the kernels run; they are compiled at their first call."""
+        """Whether callers can use the kernels. They are compiled at their first call, which may fail."""
         return bool(self._compiled)
 
-    def loss(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
-        """Return each row's loss, largest logit and sum of exponentials; empty if they cannot be compiled."""
+    def compute_loss(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
+        """Return each row's loss, largest logit and sum of exponentials; empty if compilation fails."""
         return self._call(_compute_loss, logits_NV, labels_N) or ()
 
-    def gradient(self, *of_loss: Tensor) -> Tensor | None:
-        """Return the gradient of the logits; `None` if the kernel cannot be compiled.
+    def compute_gradient(
+        self, logits_NV: Tensor, labels_N: Tensor, top_N: Tensor, sum_N: Tensor, grad_N: Tensor
+    ) -> Tensor | None:
+        """Return the gradient of the logits; `None` if compilation fails.
 
         Args:
-            *of_loss: Logits, labels, the second and third result of `loss`, and the incoming gradient.
+            logits_NV: The logits.
+            labels_N: The labels.
+            top_N: The largest logit of each row, from compute_loss.
+            sum_N: The sum of exponentials of each row, from compute_loss.
+            grad_N: The incoming gradient of each row's loss.
         """
-        return self._call(_compute_gradient, *of_loss)
+        return self._call(_compute_gradient, logits_NV, labels_N, top_N, sum_N, grad_N)
 
-    def replace_by_gradient(self, logits_CV: Tensor, *of_loss: Tensor) -> bool:
-        """Write the gradient over the logits, and return `False` if the kernel cannot be compiled.
+    def replace_by_gradient(
+        self, logits_CV: Tensor, labels_C: Tensor, top_C: Tensor, sum_C: Tensor, grad_C: Tensor
+    ) -> bool:
+        """Overwrite the logits with their gradient, and return `False` if compilation fails.
 
-        Args:
-            logits_CV: The logits of a chunk of tokens, overwritten.
-            *of_loss: The other arguments of `gradient`.
+        The arguments are those of compute_gradient, for a chunk of C tokens.
         """
-        return self._call(_replace_by_gradient, logits_CV, *of_loss) is not None
+        return self._call(_replace_by_gradient, logits_CV, labels_C, top_C, sum_C, grad_C) is not None
 
-    def _call(self, function: Callable[..., Any], *given: Tensor) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Tensor) -> Any:
+        """Return the result of the compiled function; `None` if it cannot be compiled."""
         if not self._compiled:
             return None
         # Detached, since torch.compile would compile again for tensors that require a gradient.
-        tensors = [each.detach() for each in given]
-        for each in tensors:
-            if each.dim():
-                maybe_mark_dynamic(each, 0)
+        tensors = [arg.detach() for arg in args]
+        for tensor in tensors:
+            if tensor.dim():
+                maybe_mark_dynamic(tensor, 0)
         try:
             return self._compiled[function](*tensors)
         except TorchDynamoException as error:
@@ -118,23 +125,24 @@ def cross_entropy_per_token(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None) -> Tensor:
-        fused = () if kernels is None else kernels.loss(logits_NV, labels_N)
-        losses_N, *of_rows = fused or (_compute_losses_in_blocks(logits_NV, labels_N),)
-        ctx.save_for_backward(logits_NV, labels_N, *of_rows)
-        ctx.kernels = kernels if of_rows else None
+        fused = () if kernels is None else kernels.compute_loss(logits_NV, labels_N)
+        losses_N, *top_and_sum = fused or (_compute_losses_in_blocks(logits_NV, labels_N),)
+        ctx.save_for_backward(logits_NV, labels_N, *top_and_sum)
+        ctx.kernels = kernels if top_and_sum else None
         return losses_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        logits_NV, labels_N, *of_rows = ctx.saved_tensors
-        grad_N = grad_N.contiguous()  # the gradient of a sum is one expanded number, another shape to compile
-        grad_NV = ctx.kernels and ctx.kernels.gradient(logits_NV, labels_N, *of_rows, grad_N)
-        return (
-            _compute_gradient_in_blocks(logits_NV, labels_N, grad_N) if grad_NV is None else grad_NV,
-            None,
-            None,
-        )
+        logits_NV, labels_N, *top_and_sum = ctx.saved_tensors
+        # The gradient of a sum is one expanded number, for whose strides the kernel would be compiled again.
+        grad_N = grad_N.contiguous()
+        grad_NV = None
+        if ctx.kernels is not None:
+            grad_NV = ctx.kernels.compute_gradient(logits_NV, labels_N, *top_and_sum, grad_N)
+        if grad_NV is None:
+            grad_NV = _compute_gradient_in_blocks(logits_NV, labels_N, grad_N)
+        return grad_NV, None, None
 
 
 def _widen(logits_NV: Tensor) -> Tensor:
@@ -143,29 +151,34 @@ def _widen(logits_NV: Tensor) -> Tensor:
 
 
 def _compute_loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's loss, largest logit, and sum of exponentials of the differences from it."""
     z_NV = _widen(logits_NV)
     top_N = z_NV.amax(1)
     sum_N = (z_NV - top_N[:, None]).exp().sum(1)
-    label_N = z_NV.gather(1, labels_N.clamp(min=0)[:, None])[:, 0]
-    lost_N = (top_N - label_N) + sum_N.log()
-    return torch.where(labels_N == IGNORE_INDEX, 0.0, lost_N), top_N, sum_N
+    label_logit_N = z_NV.gather(1, labels_N.clamp(min=0)[:, None])[:, 0]
+    losses_N = (top_N - label_logit_N) + sum_N.log()
+    return torch.where(labels_N == IGNORE_INDEX, 0.0, losses_N), top_N, sum_N
 
 
 def _compute_gradient(
     logits_NV: Tensor, labels_N: Tensor, top_N: Tensor, sum_N: Tensor, grad_N: Tensor
 ) -> Tensor:
+    """Return the gradient of the logits in their dtype; see FusedKernels.compute_gradient."""
     p_NV = (_widen(logits_NV) - top_N[:, None]).exp() / sum_N[:, None]
     is_label_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N[:, None]
     scale_N = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_N)
     return ((p_NV - is_label_NV.to(p_NV.dtype)) * scale_N[:, None]).to(logits_NV.dtype)
 
 
-def _replace_by_gradient(logits_NV: Tensor, *of_loss: Tensor) -> bool:
-    logits_NV.copy_(_compute_gradient(logits_NV, *of_loss))
-    return True
+def _replace_by_gradient(
+    logits_NV: Tensor, labels_N: Tensor, top_N: Tensor, sum_N: Tensor, grad_N: Tensor
+) -> bool:
+    logits_NV.copy_(_compute_gradient(logits_NV, labels_N, top_N, sum_N, grad_N))
+    return True  # unlike the None of a failed compilation
 
 
 def _compute_losses_in_blocks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """Return each row's loss in fp32; 0 in ignored rows."""
     losses_N = torch.empty_like(labels_N, dtype=torch.float32)
     for block in iterate_blocks(logits_NV):
         losses_N[block] = F.cross_entropy(
@@ -188,7 +201,7 @@ def _compute_gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad_N: Ten
 
 
 def iterate_blocks(logits_NV: Tensor) -> Iterator[slice]:
-    """Yield the slices of rows that are computed in fp32 at once."""
+    """Yield slices of rows, each small enough for temporary tensors in fp32."""
     rows = choose_block_rows(logits_NV.shape[1], logits_NV.device.type == "cpu")
     for start in range(0, logits_NV.shape[0], rows):
         yield slice(start, start + rows)

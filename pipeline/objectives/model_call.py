@@ -1,6 +1,7 @@
 """The call of a model with its part of a batch, and the search for logits or a loss in its output.
 
-The recipe's list `model.inputs` says which entries go to the model; without it, the forward's signature does.
+The recipe's list `model.inputs` decides which entries go to the model; without it, the forward's signature
+decides.
 
 In the first call of training and of evaluation the inputs of layers and losses are checked. Entries of a
 batch that index something, such as token ids, are then checked in each later batch, on the host: on a GPU an
@@ -71,6 +72,7 @@ def get_loss(output: Any) -> Tensor:
 
 
 def _find_entry(output: Any, name: str) -> Tensor | None:
+    """Return the entry of this name, else a tuple's first element, else the output; `None`: no tensor."""
     if isinstance(output, Mapping):
         entry = output.get(name)
     elif hasattr(output, name):
@@ -89,16 +91,17 @@ def describe_output(output: Any) -> str:
     return f"a {type(output).__name__}"
 
 
-BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+# Kinds of parameters that can be passed by position, and by name.
+POSITIONAL_KINDS = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+KEYWORD_KINDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """A plan that assigns entries of a batch to arguments of a model's forward."""
+    """The assignment of a batch's entries to the arguments of a model's forward."""
 
     positional: tuple[str, ...]
-    """Entries that are passed by position."""
+    """Entries that are passed by position, in this order."""
     named: tuple[tuple[str, str], ...]
     """Pairs (argument, entry) of entries that are passed by name."""
     is_spread: bool = False
@@ -111,95 +114,111 @@ class CallPlan:
 
 
 class ModelCall:
-    """Calls a model with its part of a batch.
+    """Calls a model with the entries of a batch that are meant for it.
 
-    Without a list, tensors that the forward has an argument for are passed by name. `inputs`, or the only
-    tensor that is no target, becomes the first argument that is left. Targets are not passed.
+    Without a list, entries with tensors are passed by name if the forward has an argument of that name.
+    `inputs`, or the only remaining entry that is no target, is passed as the first remaining argument.
+    Targets are not passed.
 
     Args:
-        stated: The recipe's list `model.inputs`. Entries are passed by name where the forward has an argument
-            of that name, and the others by position, in this order.
-        with_targets: Whether the model computes its own loss. Targets are then passed too: by a name of
-            the forward that means the same, or after the inputs.
-        kept: Further entries that are not passed to any model.
+        input_names: The recipe's list `model.inputs`; `None`: the signature decides. Entries are passed by
+            name if the forward has an argument of that name, and the others by position, in this order.
+        with_targets: Whether the model computes its own loss. Targets are then passed too: as an argument
+            with another name of TARGET_KEYS, or after the inputs.
+        withheld: Further entries that are not passed to the model by its signature.
     """
 
     def __init__(
-        self, stated: Sequence[str] | None = None, *, with_targets: bool = False, kept: Sequence[str] = ()
+        self,
+        input_names: Sequence[str] | None = None,
+        *,
+        with_targets: bool = False,
+        withheld: Sequence[str] = (),
     ) -> None:
-        self._stated = stated
-        self._kept = (BOUNDS_KEY, NOISE_KEYS, *kept)
+        self._input_names = input_names
+        self._withheld = (BOUNDS_KEY, NOISE_KEYS, *withheld)
         self._with_targets = with_targets
-        self._known: WeakKeyDictionary[nn.Module, dict[Any, CallPlan]] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[nn.Module, dict[Any, CallPlan]] = WeakKeyDictionary()
         self._checks = FirstCallChecks()
 
     def entries(self, model: Callable[..., Any], batch: Batch) -> frozenset[str]:
-        """Return the entries of the batch that go to the model."""
+        """Return the names of the batch's entries that go to the model.
+
+        Raises:
+            ModelError: The model's forward cannot be called with the batch.
+        """
         return self._get_plan(model, batch).entries
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
-        """Return the model's output.
+        """Call the model, and return its output.
 
         Raises:
-            ModelError: The model's forward cannot be called with the batch, or one of its layers.
+            ModelError: The model's forward cannot be called with the batch, or a layer cannot take its input.
             DataError: A label or an index is out of range; see FirstCallChecks.
         """
-        call = self._get_plan(model, batch)
-        values = [batch[entry] for entry in call.positional]
-        if call.is_spread:
+        plan = self._get_plan(model, batch)
+        values = [batch[entry] for entry in plan.positional]
+        if plan.is_spread:
             values = [*values[0], *values[1:]]
-        named = {argument: batch[entry] for argument, entry in call.named}
-        with self._checks.around(unwrap_model(model), batch):
+        named = {argument: batch[entry] for argument, entry in plan.named}
+        with self._checks.check_inside(unwrap_model(model), batch):
             return model(*values, **named)
 
     def _get_plan(self, model: Callable[..., Any], batch: Batch) -> CallPlan:
+        """Return the plan for this model and kind of batch, from an earlier call if there was one."""
         widths = {key: _measure_width(value) for key, value in batch.items()}
         if not isinstance(model, nn.Module):
             return self._make_plan(model, batch, widths)
-        plans = self._known.setdefault(model, {})
+        plans = self._plans.setdefault(model, {})
         key = tuple(widths.items())
         if key not in plans:
             plans[key] = self._make_plan(model, batch, widths)
         return plans[key]
 
     def _make_plan(self, model: Callable[..., Any], batch: Batch, widths: dict[str, int]) -> CallPlan:
-        own = unwrap_model(model)
-        forward = own.forward if isinstance(own, nn.Module) else own
+        inner = unwrap_model(model)
+        forward = inner.forward if isinstance(inner, nn.Module) else inner
         try:
             signature = inspect.signature(forward)
         except ValueError:  # written in C
             signature = inspect.signature(lambda *values, **named: None)
-        plan = _CallPlanner(signature, {key: n for key, n in widths.items() if key not in self._kept})
-        if self._stated is None:
-            call = plan.by_signature(self._with_targets)
-        elif absent := [key for key in self._stated if key not in batch]:
-            raise ModelError(
-                f"model.inputs names {absent[0]!r}, but the batch has {format_batch(batch)}; name its entries"
-            )
+        planner = _CallPlanner(signature, {key: n for key, n in widths.items() if key not in self._withheld})
+        if self._input_names is None:
+            plan = planner.plan_by_signature(self._with_targets)
         else:
-            call = plan.by_list(self._stated)
-        if BOUNDS_KEY in batch and is_transformers_model(own) and plan.takes_any_name:
-            call = replace(call, named=(*call.named, (BOUNDS_KEY, BOUNDS_KEY)))
+            missing = [key for key in self._input_names if key not in batch]
+            if missing:
+                raise ModelError(
+                    f"model.inputs names {missing[0]!r}, but the batch has {format_batch(batch)}; name its "
+                    "entries"
+                )
+            plan = planner.plan_by_list(self._input_names)
+        if BOUNDS_KEY in batch and is_transformers_model(inner) and planner.takes_any_name:
+            plan = replace(plan, named=(*plan.named, (BOUNDS_KEY, BOUNDS_KEY)))
+        num_positional = len(plan.positional)
+        if plan.is_spread:
+            num_positional += widths[plan.positional[0]] - 1
         try:
-            places = len(call.positional) + (widths[call.positional[0]] - 1 if call.is_spread else 0)
-            signature.bind(*[None] * places, **dict.fromkeys(argument for argument, _ in call.named))
+            signature.bind(*[None] * num_positional, **dict.fromkeys(argument for argument, _ in plan.named))
         except TypeError as misfit:
-            raise ModelError(self._describe_misfit(own, signature, batch, call, misfit)) from None
-        if NOISE_KEYS in batch and is_transformers_model(own):  # a hook takes them before the forward
-            call = replace(call, named=(*call.named, (NOISE_KEYS, NOISE_KEYS)))
-        return call
+            raise ModelError(self._describe_misfit(inner, signature, batch, plan, misfit)) from None
+        # A forward pre-hook takes these out of the arguments, so they are not part of the signature.
+        if NOISE_KEYS in batch and is_transformers_model(inner):
+            plan = replace(plan, named=(*plan.named, (NOISE_KEYS, NOISE_KEYS)))
+        return plan
 
     def _describe_misfit(
-        self, own: Any, signature: inspect.Signature, batch: Batch, call: CallPlan, misfit: TypeError
+        self, inner: Any, signature: inspect.Signature, batch: Batch, plan: CallPlan, misfit: TypeError
     ) -> str:
-        kept = set(batch) & set(TARGET_KEYS) & set(signature.parameters) - call.entries
-        if kept and not self._with_targets and self._stated is None:
+        """Return a message for a forward that cannot be called by this plan."""
+        unused_targets = set(batch) & set(TARGET_KEYS) & set(signature.parameters) - plan.entries
+        if unused_targets and not self._with_targets and self._input_names is None:
             return (
-                f"the model's forward needs {min(kept)}, but targets go to the objective; if the model "
-                "computes its own loss, write objective.kind: model_loss, else list all entries that go to "
-                "the model in model.inputs"
+                f"the model's forward needs {min(unused_targets)}, but targets go to the objective; if the "
+                "model computes its own loss, write objective.kind: model_loss, else list all entries that "
+                "go to the model in model.inputs"
             )
-        name = f"{type(own).__name__}.forward" if isinstance(own, nn.Module) else "the model"
+        name = f"{type(inner).__name__}.forward" if isinstance(inner, nn.Module) else "the model"
         arguments = ", ".join(map(str, signature.parameters))
         return (
             f"{name}({arguments}) does not fit the batch: {misfit}; the batch has {format_batch(batch)}. "
@@ -213,69 +232,83 @@ class _CallPlanner:
 
     Args:
         signature: The signature of the model's forward.
-        widths: The result of _measure_width for each entry.
+        widths: The result of _measure_width for each entry that may be passed.
+
+    Attributes:
+        takes_any_name: Whether the forward has `**kwargs`.
     """
 
     def __init__(self, signature: inspect.Signature, widths: dict[str, int]) -> None:
         parameters = list(signature.parameters.values())
         self._widths = widths
-        self._names = [p.name for p in parameters if p.kind in BY_NAME]
-        self._places = [p for p in parameters if p.kind in BY_POSITION]
+        self._keyword_names = [p.name for p in parameters if p.kind in KEYWORD_KINDS]
+        self._positional_parameters = [p for p in parameters if p.kind in POSITIONAL_KINDS]
         self.takes_any_name = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
         self._takes_any_number = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
 
-    def by_signature(self, with_targets: bool) -> CallPlan:
-        """Return the call that the forward's own arguments ask for."""
+    def plan_by_signature(self, with_targets: bool) -> CallPlan:
+        """Return the plan that follows from the forward's signature; see ModelCall."""
         rest = [key for key, width in self._widths.items() if width]
         if not with_targets:
             rest = [key for key in rest if key not in TARGET_KEYS]
-        named = {key: key for key in rest if key in self._names}
+        named = {key: key for key in rest if key in self._keyword_names}
         rest = [key for key in rest if key not in named]
         for key in [key for key in rest if key in TARGET_KEYS]:  # such as `label` for transformers' `labels`
-            synonyms = [name for name in TARGET_KEYS if name in self._names and name not in named]
+            synonyms = [name for name in TARGET_KEYS if name in self._keyword_names and name not in named]
             if synonyms:
                 named[synonyms[0]] = key
                 rest.remove(key)
-        free = [p for p in self._places if p.name not in named]
+        free = [p for p in self._positional_parameters if p.name not in named]
         required = [p for p in free if p.default is Parameter.empty]
-        if self.takes_any_name and (len(rest) > 1 or not self._takes_any_number) and not required:
+        passes_all_by_name = self.takes_any_name and not required
+        if passes_all_by_name and (len(rest) > 1 or not self._takes_any_number):
             return CallPlan((), tuple((named | {key: key for key in rest}).items()))
         inputs = [key for key in rest if key not in TARGET_KEYS and not key.startswith(FIELD_PREFIX)]
         if "inputs" in inputs:
             positional = ["inputs"]
-        else:  # a single tensor must be the argument that the forward still needs
-            positional = inputs if len(inputs) == 1 and (required or not named) else []
+        else:  # a single entry must be the argument that the forward still needs
+            is_needed = bool(required) or not named
+            positional = inputs if len(inputs) == 1 and is_needed else []
         if with_targets and (positional or not inputs):
             positional = positional + [key for key in rest if key not in inputs]
         if not self._takes_any_number:
             positional = positional[: len(free)]
         if self.takes_any_name:
             named |= {key: key for key in rest if key not in positional}
-        return self._place(positional, named)
+        return self._assign(positional, named)
 
-    def by_list(self, stated: Sequence[str]) -> CallPlan:
-        """Return the call that the recipe's list asks for."""
-        named = {key: key for key in stated if key in self._names}
-        rest = [key for key in stated if key not in named]
+    def plan_by_list(self, input_names: Sequence[str]) -> CallPlan:
+        """Return the plan that passes the entries of the recipe's list; see ModelCall."""
+        named = {key: key for key in input_names if key in self._keyword_names}
+        rest = [key for key in input_names if key not in named]
         if self.takes_any_name and not self._takes_any_number:
-            free = [p for p in self._places if p.name not in named]
+            free = [p for p in self._positional_parameters if p.name not in named]
             named |= {key: key for key in rest[len(free) :]}
             rest = rest[: len(free)]
-        return self._place(rest, named)
+        return self._assign(rest, named)
 
-    def _place(self, entries: Sequence[str], named: dict[str, str]) -> CallPlan:
-        """Assign entries to the arguments that are left: by position if these come first, else by name."""
-        free = [p.name for p in self._places if p.name not in named]
+    def _assign(self, entries: Sequence[str], named: dict[str, str]) -> CallPlan:
+        """Assign entries to the remaining arguments: by position if these come first, else by name.
+
+        Args:
+            entries: The entries to assign, in the order of the arguments.
+            named: Entries by the arguments that they are assigned to already.
+        """
+        free = [p.name for p in self._positional_parameters if p.name not in named]
         width = self._widths[entries[0]] if entries else 0
         is_spread = width > 1 and (self._takes_any_number or len(free) >= width)
-        if is_spread or free[: len(entries)] == [p.name for p in self._places[: len(entries)]]:
+        first = [p.name for p in self._positional_parameters[: len(entries)]]
+        if is_spread or free[: len(entries)] == first:
             return CallPlan(tuple(entries), tuple(named.items()), is_spread)
         named = named | dict(zip(free, entries, strict=False))
         return CallPlan(tuple(entries[len(free) :]), tuple(named.items()))
 
 
 def _measure_width(value: Any) -> int:
-    """Return 0 for a value without tensors, n for a tuple or list of n > 1 with tensors, else 1."""
+    """Return how many arguments a value may be passed as: 0 without tensors, n for n > 1 values, else 1.
+
+    A tuple or list of n values counts as n if any of them has tensors.
+    """
     if isinstance(value, Tensor):
         return 1
     if not any(True for _ in iter_tensors(value)):
@@ -288,7 +321,7 @@ class BaseObjective:
 
     means: Mapping[str, tuple[str, str]] = {}
     targets: Sequence[str] = TARGET_KEYS
-    weighted: Mapping[str, float] = {}
+    eval_weights: Mapping[str, float] = {}
     _is_first_count = True
 
     def __init__(self, call: ModelCall | None = None) -> None:
@@ -299,10 +332,15 @@ class BaseObjective:
         return self._call.entries(model, batch)
 
     def prepare_step(self, batch: GlobalBatch) -> None:
-        """Do nothing: most losses need no facts of the global batch."""
+        """Do nothing: most losses need to know nothing of the global batch."""
 
-    def _warn_of_none(self, count: Tensor, name: str) -> None:
-        """Warn if the first count is 0, since nothing is learned if no label ever counts."""
+    def _warn_if_none_counts(self, count: Tensor, name: str) -> None:
+        """Warn if no label counts, and record that the first count is over.
+
+        Args:
+            count: Number of labels that count in the first micro-batch.
+            name: Entry of the batch with the labels.
+        """
         self._is_first_count = False
         if not count:
             log.warning(
@@ -314,15 +352,18 @@ class BaseObjective:
 
 
 def unwrap_model(model: Callable[..., Any]) -> Any:
-    """Return the user's module inside an engine's wrappers, which have `module` and take any arguments."""
+    """Return the user's module inside the wrappers of an engine, nn.DataParallel and torch.compile.
+
+    A wrapper is recognised by its attribute `module` and a forward that takes any arguments.
+    """
     inner = getattr(model, "module", None)
-    while isinstance(inner, nn.Module) and _takes_anything(model):
+    while isinstance(inner, nn.Module) and _accepts_any_arguments(model):
         model = inner
         inner = getattr(model, "module", None)
-    return getattr(model, "_orig_mod", model)  # torch.compile's
+    return getattr(model, "_orig_mod", model)  # the attribute of torch.compile's wrapper
 
 
-def _takes_anything(model: Any) -> bool:
+def _accepts_any_arguments(model: Any) -> bool:
     kinds = {p.kind for p in inspect.signature(getattr(model, "forward", model)).parameters.values()}
     return kinds == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
 
@@ -335,29 +376,30 @@ class IndexRange:
     owner: str
     """Description of the indexed object, such as `embed, Embedding(...), has 3 rows`."""
     ignored: int | None = None
-    """Number that is valid in addition, such as -100."""
+    """Number that is valid in addition, such as -100; `None`: there is none."""
 
     @property
-    def expected(self) -> str:
+    def description(self) -> str:
         """Description of the owner and the valid indices, for a message."""
         return f"{self.owner}: expected 0 to {self.size - 1}"
 
 
 def are_probabilities(scores: Tensor) -> bool | None:
-    """Return whether scores (..., C) look like probabilities; `None` if one row is too few to tell.
+    """Return whether scores (..., C) look like probabilities; `None` if they do, but are a single row.
 
-    The host waits for the device.
+    One row of logits looks like probabilities once in 400. The host synchronizes with the device.
     """
     if scores.shape[-1] < 2 or not scores.numel():
         return False
     scores = scores.detach()
     has_sum_one = bool(((scores.sum(-1) - 1).abs() < 0.01).all())
-    if not (has_sum_one and bool(scores.min() >= 0)):  # NaN is neither
+    if not (has_sum_one and bool(scores.min() >= 0)):  # both are False for NaN
         return False
-    return True if scores[..., 0].numel() > 1 else None  # one row of logits looks like this once in 400
+    num_rows = scores[..., 0].numel()
+    return True if num_rows > 1 else None
 
 
-PROBABILITIES = (
+PROBABILITIES_ERROR = (
     "the model's outputs are probabilities (0 or more, of sum 1), but a cross entropy takes logits and "
     "computes the softmax itself; leave the model's softmax out, or return the logarithm of its outputs"
 )
@@ -367,12 +409,12 @@ class IndexChecks:
     """Checks entries of a batch against index ranges that were recorded in a first call."""
 
     def __init__(self) -> None:
-        self._by_entry: dict[str, IndexRange] = {}
+        self._ranges: dict[str, IndexRange] = {}  # by the entry of the batch
 
-    def note(self, batch: Batch, indices: Tensor, index_range: IndexRange) -> None:
-        """Check indices, and record their range for the entry of the batch that they are.
+    def check_and_record(self, batch: Batch, indices: Tensor, index_range: IndexRange) -> None:
+        """Check indices, and record their range if they are an entry of the batch or a view of all of it.
 
-        Of several ranges for one entry the smallest is used.
+        If an entry has several ranges, the smallest is used.
 
         Raises:
             DataError: An index is out of range.
@@ -383,10 +425,10 @@ class IndexChecks:
             if isinstance(value, Tensor)
             and (indices is value or (indices._base is value and indices.numel() == value.numel()))
         ]
-        if len(names) == 1 and (
-            names[0] not in self._by_entry or index_range.size < self._by_entry[names[0]].size
-        ):
-            self._by_entry[names[0]] = index_range
+        if len(names) == 1:
+            recorded = self._ranges.get(names[0])
+            if recorded is None or index_range.size < recorded.size:
+                self._ranges[names[0]] = index_range
         self.check(batch)
         counted = indices if index_range.ignored is None else indices[indices != index_range.ignored]
         if not counted.numel():
@@ -394,27 +436,29 @@ class IndexChecks:
         lowest = int(counted.min())
         highest = int(counted.max())
         if lowest < 0 or highest >= index_range.size:
-            raise DataError(f"indices are {lowest} to {highest}, but {index_range.expected}")
+            raise DataError(f"indices are {lowest} to {highest}, but {index_range.description}")
 
     def check(self, batch: Batch) -> None:
         """Raise a DataError if an entry has a number outside of its recorded range."""
-        for name, known in self._by_entry.items():
-            if (wrong := find_bad_value(batch, name, known.size, known.ignored)) is not None:
-                raise DataError(f"{name!r} has {wrong.value}, but {known.expected}{wrong.sample}")
+        for name, index_range in self._ranges.items():
+            wrong = find_bad_value(batch, name, index_range.size, index_range.ignored)
+            if wrong is not None:
+                raise DataError(f"{name!r} has {wrong.value}, but {index_range.description}{wrong.sample}")
 
 
 class FirstCallChecks:
     """Checks the first call of a model or a loss in training, and the first one in evaluation."""
 
     def __init__(self) -> None:
-        self._by_mode: dict[bool, IndexChecks] = {}
+        self._by_training: dict[bool, IndexChecks] = {}  # by the model's attribute `training`
 
     @contextmanager
-    def around(self, model: Any, batch: Batch) -> Iterator[LossChecks | None]:
+    def check_inside(self, model: Any, batch: Batch) -> Iterator[LossChecks | None]:
         """Check the inputs of layers and losses that are called inside the context.
 
-        Only torch's own layers are checked, since a subclass may take something else. Compiled blocks are
-        not, since a hook would be compiled in. The host waits for the device in first calls only.
+        Only torch's own layers are checked, since a subclass may take other inputs. Compiled blocks are not
+        checked, since a hook would be compiled with them. Only first calls synchronize the host with the
+        device.
 
         Args:
             model: The user's own module, without wrappers.
@@ -430,29 +474,31 @@ class FirstCallChecks:
         if not isinstance(model, nn.Module):
             yield None
             return
-        if model.training in self._by_mode:
-            self._by_mode[model.training].check(batch)
+        if model.training in self._by_training:
+            self._by_training[model.training].check(batch)
             yield None
             return
-        indices = self._by_mode[model.training] = IndexChecks()
+        index_checks = IndexChecks()
+        self._by_training[model.training] = index_checks
         layers = dict(model.named_modules())
         if any(layer._compiled_call_impl is not None for layer in layers.values()):
             yield None
             return
-        blocks = [layer for layer in layers.values() if "forward" in vars(layer)]  # compiled blocks
-        inside = {id(layer) for block in blocks for layer in block.modules()}
+        compiled_blocks = [layer for layer in layers.values() if "forward" in vars(layer)]
+        compiled_ids = {id(layer) for block in compiled_blocks for layer in block.modules()}
         hooks = [
-            layer.register_forward_pre_hook(partial(_check_layer, name, batch, indices))
+            layer.register_forward_pre_hook(partial(_check_layer, name, batch, index_checks))
             for name, layer in layers.items()
-            if id(layer) not in inside
+            if id(layer) not in compiled_ids
         ]
-        losses = LossChecks(batch, indices)
-        for block in blocks:  # leave the mode: a block compiled under it would be compiled again without it
-            hooks.append(block.register_forward_pre_hook(lambda *_: losses.__exit__(None, None, None)))
-            hooks.append(block.register_forward_hook(lambda *_: _enter(losses), always_call=True))
+        loss_checks = LossChecks(batch, index_checks)
+        # Leave the mode during a compiled block: compiled under the mode, it would be compiled again without.
+        for block in compiled_blocks:
+            hooks.append(block.register_forward_pre_hook(lambda *_: loss_checks.__exit__(None, None, None)))
+            hooks.append(block.register_forward_hook(lambda *_: _enter(loss_checks), always_call=True))
         try:
-            with losses:
-                yield losses
+            with loss_checks:
+                yield loss_checks
         finally:
             for hook in hooks:
                 hook.remove()
@@ -476,31 +522,40 @@ INPUT_WIDTHS = {
 
 
 def _check_layer(
-    name: str, batch: Batch, indices: IndexChecks, layer: nn.Module, given: tuple[Any, ...]
+    name: str, batch: Batch, index_checks: IndexChecks, layer: nn.Module, args: tuple[Any, ...]
 ) -> None:
-    if not given or not isinstance(given[0], Tensor):
+    """Check a layer's first argument, as a forward pre-hook.
+
+    Raises:
+        ModelError: The layer cannot take it.
+        DataError: The layer is an embedding, and an index is out of range.
+    """
+    if not args or not isinstance(args[0], Tensor):
         return
-    x = given[0]
+    x = args[0]
     description = f"{name or 'the model'}, {type(layer).__name__}({layer.extra_repr()}),"
-    if (problem := _find_misfit(layer, x)) is not None:
+    problem = _find_misfit(layer, x)
+    if problem is not None:
         dtype = str(x.dtype).removeprefix("torch.")
         raise ModelError(f"model: {description} is given {dtype} of shape {tuple(x.shape)}; {problem}")
-    # An embedding with a part of the vocabulary returns zeros for the other words.
+    # DeepSpeed's embedding with a part of the vocabulary has `num_embeddings` of all words.
+    # It returns zeros for an id out of range, so nothing else would report one.
     is_table = type(layer) is nn.Embedding or get_vocabulary_part(layer) is not None
     rows = getattr(layer, "num_embeddings", None) if is_table else None
     if rows is not None:
-        indices.note(batch, x, IndexRange(rows, f"{description} has {rows} rows"))
+        index_checks.check_and_record(batch, x, IndexRange(rows, f"{description} has {rows} rows"))
 
 
 def _find_misfit(layer: Any, x: Tensor) -> str | None:
-    """Return the expectation of a layer of torch that its input does not meet, in words; `None`: it fits."""
+    """Return why a layer of torch cannot take its input, as the end of a message; `None` if it can."""
     if type(layer) is nn.Embedding:
         if x.is_floating_point():
             return "expected integers: convert them in the data set, as with x.long()"
         return None
     if type(layer) in BATCH_NORMS:
-        takes_statistics = layer.training or layer.running_mean is None
-        if takes_statistics and x.dim() > 1 and x.numel() == x.shape[1] == layer.num_features:
+        uses_batch_statistics = layer.training or layer.running_mean is None
+        has_one_value_per_channel = x.dim() > 1 and x.numel() == x.shape[1] == layer.num_features
+        if uses_batch_statistics and has_one_value_per_channel:
             return "one value in each channel has no variance; raise batch.micro_batch_size"
         return None
     if type(layer) not in INPUT_WIDTHS:
@@ -515,51 +570,58 @@ def _find_misfit(layer: Any, x: Tensor) -> str | None:
 
 
 class LossChecks(TorchFunctionMode):
-    """Checks the arguments of torch's losses wherever they are called inside the context."""
+    """Checks the arguments of torch's losses that are called inside the context, and records their means."""
 
-    def __init__(self, batch: Batch, indices: IndexChecks) -> None:
+    def __init__(self, batch: Batch, index_checks: IndexChecks) -> None:
         super().__init__()
         self._batch = batch
-        self._indices = indices
-        self._means: list[tuple[Tensor, float]] = []
+        self._index_checks = index_checks
+        self._means: list[tuple[Tensor, float]] = []  # with the number of elements of each mean
 
-    def mean_over(self, loss: Tensor) -> float | None:
-        """Return the number of elements that this very tensor is a mean over; `None` if it is no mean."""
+    def get_mean_divisor(self, loss: Tensor) -> float | None:
+        """Return the number of elements of a mean that was computed inside the context.
+
+        Returns:
+            NaN if the elements have weights; `None` if the tensor itself is no such mean.
+        """
         return next((divisor for mean, divisor in self._means if loss is mean), None)
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        named = kwargs or {}
+        kwargs = kwargs or {}
         if function in (F.cross_entropy, F.nll_loss) and len(args) > 1:
-            self._check_targets(args[0], args[1], named.get("ignore_index", IGNORE_INDEX))
+            self._check_targets(args[0], args[1], kwargs.get("ignore_index", IGNORE_INDEX))
         if function is F.cross_entropy and args and are_probabilities(_move_classes_last(args[0])):
-            raise ModelError(PROBABILITIES)
-        result = function(*args, **named)
-        if function in (torch.mean, Tensor.mean) or named.get("reduction") == "mean":
-            self._means.append((result, _get_divisor(function, args, named)))
+            raise ModelError(PROBABILITIES_ERROR)
+        result = function(*args, **kwargs)
+        if function in (torch.mean, Tensor.mean) or kwargs.get("reduction") == "mean":
+            self._means.append((result, _get_divisor(function, args, kwargs)))
         return result
 
     def _check_targets(self, scores: Tensor, targets: Any, ignored: int) -> None:
+        """Check class numbers against the number of classes; other targets are not checked."""
         if not isinstance(targets, Tensor) or targets.is_floating_point():
             return
         if targets.dim() == scores.dim() - 1:
             classes = scores.shape[1 if scores.dim() > 1 else 0]
             owner = f"the scores of a cross entropy are for {classes} classes"
-            self._indices.note(self._batch, targets, IndexRange(classes, owner, ignored))
+            index_range = IndexRange(classes, owner, ignored)
+            self._index_checks.check_and_record(self._batch, targets, index_range)
 
 
 def _move_classes_last(scores: Tensor) -> Tensor:
+    """Return scores (samples, classes, ...) as (samples, ..., classes)."""
     return scores.movedim(1, -1) if scores.dim() > 1 else scores
 
 
-def _get_divisor(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> float:
+def _get_divisor(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Return the number of elements of a mean: for a cross entropy its targets, or NaN with class weights."""
     if function not in (F.cross_entropy, F.nll_loss):
         return float(args[0].numel() if args else 1)
     scores, targets = args[:2]
-    if named.get("weight") is not None:
+    if kwargs.get("weight") is not None:
         return math.nan
     if targets.is_floating_point():
         return float(_move_classes_last(scores)[..., 0].numel())
-    return float((targets != named.get("ignore_index", IGNORE_INDEX)).sum())
+    return float((targets != kwargs.get("ignore_index", IGNORE_INDEX)).sum())

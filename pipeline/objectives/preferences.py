@@ -37,7 +37,7 @@ from pipeline.config.objective_schema import (
 from pipeline.data.batches import IGNORE_INDEX, format_batch, get_host_batch
 from pipeline.data.preference_layouts import CHOSEN, MISMATCHED, REJECTED
 from pipeline.errors import ConfigError, DataError, ModelError
-from pipeline.objectives.cross_entropies import VocabularyObjective, get_router
+from pipeline.objectives.cross_entropies import VocabularyObjective, get_router_settings
 from pipeline.objectives.interface import (
     TARGET_KEYS,
     Batch,
@@ -166,13 +166,13 @@ class SegmentObjective(VocabularyObjective):
             DataError: Labels have another shape, or are outside of the vocabulary.
             ModelError: The model returned other logits than (B, T, V).
         """
-        router = get_router(model)
+        router = get_router_settings(model)
         if router is not None and router.coefficient:
             raise ConfigError(
                 f"model.extra.output_router_logits: the routers' loss is not part of objective {self.name}; "
                 "set it to false"
             )
-        losses_BT, _ = self.losses(model, batch, of_tokens=True)
+        losses_BT, _ = self.compute_losses(model, batch, per_token=True)
         kinds_BS = batch[KINDS]
         segments_BT = batch[SEGMENTS]
         is_answer_BT = (self._get_labels(batch) != IGNORE_INDEX) & (segments_BT >= 0)
@@ -424,7 +424,7 @@ class PairwisePreference(PairObjective):
         }
         if settings.sft_weight:
             self.means |= {"sft_loss": ("sft losses", "sft tokens")}
-            self.weighted = {"sft_loss": settings.sft_weight}
+            self.eval_weights = {"sft_loss": settings.sft_weight}
         self._pairs_per_token: Tensor | None = None  # the global batch's ratio; None before prepare_step
 
     def prepare_step(self, batch: GlobalBatch) -> None:
@@ -469,7 +469,7 @@ class PairwisePreference(PairObjective):
             sft_sum = -torch.where(is_pair_BP, logps_BS[:, ::2], 0.0).sum()
             tokens = torch.where(is_pair_BP, segments.tokens_BS[:, ::2], 0.0).sum()
             extras |= {"sft losses": sft_sum.detach(), "sft tokens": tokens}
-            if torch.is_grad_enabled():  # an evaluation adds the term at its end; see Objective.weighted
+            if torch.is_grad_enabled():  # an evaluation adds the term at its end; see Objective.eval_weights
                 assert self._pairs_per_token is not None
                 loss_sum = loss_sum + settings.sft_weight * self._pairs_per_token * sft_sum
         num_ranks = segments.group.size

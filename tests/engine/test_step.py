@@ -165,7 +165,7 @@ def overflow_once(job: Job, tree, deepspeed):
 
 
 def overflow_with_logits(job: Job, tree, deepspeed):
-    with patch.object(OutputHeads, "of", lambda *_: None):
+    with patch.object(OutputHeads, "find", lambda *_: None):
         return overflow_once(job, tree, deepspeed)
 
 

@@ -208,7 +208,7 @@ PLAIN = ("llama", "qwen2", "phi", "gpt2", "gemma", "mixtral")
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_plain_models_gradients_are_those_of_its_logits(kind):
     model, batch = small(kind), tokens()
-    assert OutputHeads().of(model) is model.get_output_embeddings()
+    assert OutputHeads().find(model) is model.get_output_embeddings()
     CausalLM()(model, batch).loss_sum.backward()
     found = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
@@ -229,7 +229,7 @@ SCALED = {
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_model_that_changes_its_logits_keeps_them(kind):
     model, batch = small(kind, **SCALED[kind]), tokens()
-    assert OutputHeads().of(model) is None
+    assert OutputHeads().find(model) is None
     logits = model(input_ids=batch["input_ids"]).logits
     expected = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
     torch.testing.assert_close(CausalLM()(model, batch).loss_sum, expected)
@@ -247,14 +247,14 @@ class Wrapped(nn.Module):
 @pytest.mark.slow
 def test_other_models_keep_their_logits(llama):
     others = (Wrapped(llama), lambda **_: None, torch.compile(llama), nn.DataParallel(llama))
-    assert [OutputHeads().of(other) for other in others] == [None] * 4
+    assert [OutputHeads().find(other) for other in others] == [None] * 4
 
 
 @pytest.mark.slow
 def test_a_model_is_compiled_whole_with_its_logits():
     model = small("llama")
     model.compile()
-    assert OutputHeads().of(model) is None
+    assert OutputHeads().find(model) is None
 
 
 def test_the_model_is_left_as_it_was(llama):
