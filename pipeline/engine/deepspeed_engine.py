@@ -191,10 +191,17 @@ class DeepSpeedEngine(DeepSpeedBase):
         if self._split.zero_stage == 3:
             gathering = gather_if_it_fits(self._zero_optimizer, self._job, settings.gather)
         # If the ranks of a tensor group drew different tokens, they would wait for each other forever.
-        agree = broadcast_from_first_rank if self._split.tensor_parallel > 1 else None
+        unify_scores = broadcast_from_first_rank if self._split.tensor_parallel > 1 else None
         with self.phases.measure("generation"), self._make_autocast(), gathering as is_gathered:
-            in_step = not is_gathered and self._job.ranks.world_size > 1
-            return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
+            is_forward_collective = not is_gathered and self._job.ranks.world_size > 1
+            return generate(
+                self.module,
+                prompts,
+                settings,
+                self.device,
+                is_forward_collective=is_forward_collective,
+                unify_scores=unify_scores,
+            )
 
     @tag_errors(Phase.FORWARD)  # everything except backward and optimizer step
     def train_step(

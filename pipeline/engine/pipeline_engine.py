@@ -117,7 +117,7 @@ class PipelineEngine(DeepSpeedBase):
         self._last_stage = _LastStage(HeadOnlyModel(model.head, wrap_logits))
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
             module = StageModule(model, bounds, self._last_stage)
-        self._checkpoint_names = model.names()
+        self._checkpoint_names = model.get_weight_names()
         self._embedding = model.layers[0].part
         groups = build_stage_groups(model, module, optimizer)
         # A tied weight is on two stages. DeepSpeed marks one of them as the copy, which the norm leaves out.

@@ -1,4 +1,4 @@
-"""Generation of token ids after prompts, by transformers' own `generate`."""
+"""Generation of token ids after prompts, by the `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from pipeline.models.transformers_facts import is_transformers_generator
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings for the choice of each next token; equal on all ranks.
+    """Length of the generated text, and settings for the choice of each token; equal on all ranks.
 
     Raises:
         DataError: `max_new_tokens` is below 1, or `temperature` or `top_k` below 0.
     """
 
     max_new_tokens: int
+    """Maximum number of tokens to generate after each prompt."""
     temperature: float = 0.0
-    """Temperature of the draws; 0 always takes the likeliest token."""
+    """Temperature of the draws; with 0 the likeliest token is chosen, and nothing is drawn."""
     top_k: int = 50
-    """Number of likeliest tokens to draw from if there is a temperature; 0: all tokens."""
+    """Number of likeliest tokens to draw from if `temperature` is above 0; 0: all tokens."""
     seed: int = 0
-    """Seed of the draws, which leave the random numbers of training as they are."""
+    """Seed of the draws. They do not change the random numbers of training."""
     gather: bool = True
-    """Whether ZeRO 3 gathers all parameters once, where memory allows it.
+    """Whether ZeRO 3 gathers all parameters once, if they fit into memory.
 
-    Otherwise all ranks gather them layer by layer, for every token again.
+    Otherwise all ranks gather them layer by layer, once for every token.
     """
 
     def __post_init__(self) -> None:
@@ -55,9 +56,9 @@ class TextGenerator(Protocol):
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
-        """Return the ids that the model generates after each prompt, up to and including its end token.
+        """Return the ids that the model generates after each prompt, up to and including the first end token.
 
-        The state of training does not change: mode, gradients and random numbers.
+        The state of training does not change: training mode, gradients and random numbers.
 
         Args:
             prompts: One or more prompts, each of one id or more. Ranks with equal `dp_rank` pass equal
@@ -79,18 +80,20 @@ def generate(
     settings: GenerationSettings,
     device: torch.device,
     *,
-    in_step: bool = False,
-    agree: Callable[[Tensor], Tensor] | None = None,
+    is_forward_collective: bool = False,
+    unify_scores: Callable[[Tensor], Tensor] | None = None,
 ) -> list[list[int]]:
-    """Return generated ids as TextGenerator.generate does, for a module with whole logits on this rank.
+    """Return generated ids as TextGenerator.generate does, for a module that returns the logits of all words.
 
     Args:
         module: The model.
         prompts: See TextGenerator.generate.
         settings: Settings for the choice of each token.
         device: The device of the model.
-        in_step: Whether a forward is collective: a rank that has finished continues until all have.
-        agree: Returns equal scores (B, V) on all ranks that compute parts of one model; `None`: not needed.
+        is_forward_collective: Whether all ranks must enter each forward together. A rank that has finished
+            then runs forwards until all have finished.
+        unify_scores: Function of the scores (B, V) of the next token that returns equal scores on all ranks
+            of a tensor-parallel group; `None`: not needed.
 
     Raises:
         DataError: See TextGenerator.generate.
@@ -100,9 +103,9 @@ def generate(
         raise ModelError(
             f"a {type(module).__name__} has no method `generate`; only causal language models generate text"
         )
-    _refuse_misfit(module, prompts, settings)
+    _check_prompts(module, prompts, settings)
     ids_BT, mask_BT = _pad_left(prompts, device)
-    ends, pad = _get_end_ids(module)
+    end_ids, pad_id = _get_end_and_pad_ids(module)
     options: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens,
         "do_sample": settings.temperature > 0,
@@ -110,37 +113,44 @@ def generate(
     if settings.temperature > 0:
         options |= {"temperature": settings.temperature, "top_k": settings.top_k}
     if is_transformers_generator(module):
-        options["synced_gpus"] = in_step
-    if agree is not None:
-        options["logits_processor"] = [lambda _, scores_BV: agree(scores_BV)]
+        options["synced_gpus"] = is_forward_collective
+    if unify_scores is not None:
+        options["logits_processor"] = [lambda _, scores_BV: unify_scores(scores_BV)]
     was_training = module.training
     module.eval()
     try:
         # torch.compile would compile again for every length of the text.
         with _seed_generators(settings.seed, device), torch.compiler.set_stance("force_eager"):
             output = module.generate(  # type: ignore[operator]
-                input_ids=ids_BT, attention_mask=mask_BT, use_cache=True, pad_token_id=pad, **options
+                input_ids=ids_BT, attention_mask=mask_BT, use_cache=True, pad_token_id=pad_id, **options
             )
     finally:
         module.train(was_training)
-    return [_cut_at_end(row, ends) for row in output[:, ids_BT.shape[1] :].tolist()]
+    return [_cut_after_end(row, end_ids) for row in output[:, ids_BT.shape[1] :].tolist()]
 
 
 def get_max_positions(module: nn.Module) -> int | None:
-    """Return the number of tokens that the model has positions for; `None`: any number."""
+    """Return the largest number of tokens in a row, from the model's config; `None`: no limit is known."""
     positions: int | None = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     return positions
 
 
-def _refuse_misfit(module: nn.Module, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> None:
+def _check_prompts(module: nn.Module, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> None:
+    """Check the prompts against the model's vocabulary and positions.
+
+    Raises:
+        DataError: See TextGenerator.generate.
+        ModelError: A prompt and `max_new_tokens` exceed the model's positions.
+    """
     if not prompts:
         raise DataError("prompts is empty; give every rank at least one prompt")
-    words = getattr(getattr(module, "config", None), "vocab_size", None)
+    vocabulary_size = getattr(getattr(module, "config", None), "vocab_size", None)
     for index, prompt in enumerate(prompts):
         if not len(prompt):
             raise DataError(f"prompts[{index}] is empty; give it at least one token")
-        if min(prompt) < 0 or (words is not None and max(prompt) >= words):
-            expected = "0 or more" if words is None else f"0 to {words - 1}"
+        is_too_large = vocabulary_size is not None and max(prompt) >= vocabulary_size
+        if min(prompt) < 0 or is_too_large:
+            expected = "0 or more" if vocabulary_size is None else f"0 to {vocabulary_size - 1}"
             raise DataError(
                 f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, expected {expected}; encode "
                 "it with the model's tokenizer"
@@ -155,35 +165,39 @@ def _refuse_misfit(module: nn.Module, prompts: Sequence[Sequence[int]], settings
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ids and mask (B, T), on the device."""
+    """Return the ids and the attention mask (B, T) of prompts that are padded on the left, on the device."""
     rows = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
     ids = pad_sequence(rows, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     return ids.to(device), mask.to(device)
 
 
-def _get_end_ids(module: nn.Module) -> tuple[set[int], int]:
-    """Return the ids that end a text, and the id that pads a batch after an end."""
+def _get_end_and_pad_ids(module: nn.Module) -> tuple[set[int], int]:
+    """Return the ids that end a text, and the id that fills a row after its end."""
     config = getattr(module, "generation_config", None)
-    ends = getattr(config, "eos_token_id", None)
-    if ends is None:
-        ends = []
-    elif isinstance(ends, int):
-        ends = [ends]
-    return set(ends), ends[0] if ends else 0
+    end_ids = getattr(config, "eos_token_id", None)
+    if end_ids is None:
+        end_ids = []
+    elif isinstance(end_ids, int):
+        end_ids = [end_ids]
+    pad_id = end_ids[0] if end_ids else 0
+    return set(end_ids), pad_id
 
 
-def _cut_at_end(row: list[int], ends: set[int]) -> list[int]:
-    length = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
-    return row[:length]
+def _cut_after_end(row: list[int], end_ids: set[int]) -> list[int]:
+    """Return the row up to and including its first end token."""
+    for index, token in enumerate(row):
+        if token in end_ids:
+            return row[: index + 1]
+    return row
 
 
 @contextmanager
 def _seed_generators(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the random numbers of this device inside the context, and restore its generators afterwards."""
+    """Seed the generators of the CPU and of this device inside the context, and restore them afterwards."""
     is_cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if is_cuda else []):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would set every GPU's
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all GPUs
         if is_cuda:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""The division of a decoder language model of transformers into layers, of which pipeline stages consist.
+"""Cuts a decoder language model of transformers into layers, from which pipeline stages are built.
 
-The division is tested before it is used: a small model of the same class is divided the same way, and its
-layers one after another must give its logits.
+The cut is tested before it is used: a small model of the same class is cut in the same way. Its layers, run
+one after another, must give the logits of its own forward.
 """
 
 from __future__ import annotations
@@ -26,43 +26,52 @@ from pipeline.models.attention import build_small_model
 from pipeline.models.document_attention import WholeRowBounds, build_bounds_arguments
 from pipeline.planner.rank import FINAL_NORM_NAMES
 
-# The value passed between layers: hidden states (B, T, D), with the position ids (B, T) if the batch has any,
-# and the bounds of documents (see document_attention).
-Carried = Tensor | tuple[Tensor, ...]
+LayerValue = Tensor | tuple[Tensor, ...]
+"""Value that layers pass on: hidden states (B, T, D), for the first layer token ids (B, T).
 
-# Attributes of decoders with their rotary embeddings.
-ROTARY = ("rotary_emb",)
+If the batch has position ids, the value is a tuple (hidden states, position ids (B, T)). A third element is
+the bounds of documents; see document_attention.
+"""
 
-TRIAL_TOKENS = 16
+ROTARY_NAMES = ("rotary_emb",)
+"""Attributes of decoders with their rotary embeddings."""
+
+TEST_TOKENS = 16
+"""Number of tokens in the row on which a cut is tested."""
 
 
 class StageLayer(nn.Module):
-    """One step of the forward pass: a part of the whole model, under its name there."""
+    """A layer of the cut model: a module of the whole model, and how its forward is called.
+
+    Args:
+        name: Name of the module in the whole model.
+        part: The module.
+    """
 
     def __init__(self, name: str, part: nn.Module):
         super().__init__()
         self.name = name
         self.part = part
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights under their names in the whole model, without those of an adapter's base."""
+    def get_weights(self) -> dict[str, Tensor]:
+        """Return the weights by their names in the whole model, without those of an adapter's base."""
         weights = self.part.state_dict(keep_vars=True)
         return {f"{self.name}.{key}": value for key, value in weights.items() if not is_base(value)}
 
 
 class SingleInputLayer(StageLayer):
-    """A layer of one input: the token embedding of ids, or a norm or dropout of hidden states."""
+    """A layer whose module has one input: the token embedding, a dropout, or the final norm."""
 
-    def forward(self, inputs: Carried) -> Carried:
+    def forward(self, inputs: LayerValue) -> LayerValue:
         """Return the part's output, with positions and bounds unchanged."""
         values, positions, bounds = _unpack(inputs)
         return _pack(self.part(values), positions, bounds)
 
 
 class PositionLayer(StageLayer):
-    """Adds learned positions."""
+    """The embedding of learned positions."""
 
-    def forward(self, inputs: Carried) -> Carried:
+    def forward(self, inputs: LayerValue) -> LayerValue:
         """Return the hidden states plus their positions' embeddings."""
         hidden, positions, bounds = _unpack(inputs)
         return _pack(hidden + self.part(_complete_positions(positions, hidden)), positions, bounds)
@@ -71,37 +80,40 @@ class PositionLayer(StageLayer):
 class HeadLayer(StageLayer):
     """The output layer."""
 
-    def forward(self, inputs: Carried) -> Tensor:
+    def forward(self, inputs: LayerValue) -> Tensor:
         """Return the logits (B, T, V) of hidden states."""
         logits: Tensor = self.part(_unpack(inputs)[0])
         return logits
 
 
 class BlockArguments:
-    """The arguments of blocks besides hidden states: masks, rotary embeddings, position ids.
+    """Computes the arguments of blocks besides hidden states: masks, rotary embeddings, position ids.
 
-    They are computed once for all blocks of a stage, and without position ids once for all batches of a
-    shape.
+    All blocks of a stage share one computation. Without position ids, batches of the same shape share one.
+
+    Args:
+        config: The model's config.
+        rotary: The decoder's rotary embeddings; `None` if it has none.
     """
 
     def __init__(self, config: Any, rotary: nn.Module | None):
         self.config = config
-        self.rotary = rotary  # not a part of any layer, so it stays fp32 when the layers are cast
+        self.rotary = rotary  # no submodule of a layer, so it stays fp32 when the layers are cast
         self._key: tuple[Any, ...] | None = None
         self._positions: Tensor | None = None
         self._arguments: dict[str, Any] = {}
         self._whole_rows = WholeRowBounds()
 
-    def arguments(self, hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> dict[str, Any]:
-        """Return the arguments by name, all that any block takes."""
+    def compute(self, hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> dict[str, Any]:
+        """Return all arguments that any block takes, by name, from an earlier call if nothing has changed."""
         name = self.config.get_text_config()._attn_implementation
         key = (hidden.shape, hidden.dtype, hidden.device, name)
         if key != self._key or positions is not self._positions:
             self._key = key
             self._positions = positions
             position_ids = _complete_positions(positions, hidden)
-            # Without position ids a row is one sequence. With them transformers reads the values to find
-            # sequences, which is a host sync on a GPU.
+            # Without position ids a row is one sequence. With position ids, transformers reads their values
+            # to find sequences, which synchronizes the host with a GPU.
             masks = create_masks_for_generate(self.config, hidden, None, None, positions)
             self._arguments = {"attention_mask": masks, "position_ids": position_ids, "use_cache": False}
             whole_rows = self._whole_rows if positions is None else None
@@ -112,38 +124,53 @@ class BlockArguments:
 
 
 class BlockLayer(StageLayer):
-    """One decoder block."""
+    """One decoder block.
 
-    def __init__(self, name: str, part: nn.Module, around: BlockArguments, index: int):
+    Args:
+        name: Name of the block in the whole model.
+        part: The block.
+        block_arguments: Computes the arguments of all blocks of the model.
+        index: Index of the block among all blocks of the model.
+    """
+
+    def __init__(self, name: str, part: nn.Module, block_arguments: BlockArguments, index: int):
         super().__init__(name, part)
-        self.around = around
+        self.block_arguments = block_arguments
         self.index = index
         parameters = inspect.signature(part.forward).parameters
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._takes = set(parameters)
+        self._takes_any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._argument_names = set(parameters)
 
-    def forward(self, inputs: Carried) -> Carried:
+    def forward(self, inputs: LayerValue) -> LayerValue:
         """Return the block's hidden states, with positions and bounds unchanged."""
         hidden, positions, bounds = _unpack(inputs)
-        given = dict(self.around.arguments(hidden, positions, bounds))
-        if isinstance(given["attention_mask"], dict):
-            given["attention_mask"] = given["attention_mask"][self.around.config.layer_types[self.index]]
-        output = self.part(hidden, **{k: v for k, v in given.items() if self._takes_all or k in self._takes})
+        arguments = dict(self.block_arguments.compute(hidden, positions, bounds))
+        masks = arguments["attention_mask"]
+        if isinstance(masks, dict):  # one mask for each type of attention
+            arguments["attention_mask"] = masks[self.block_arguments.config.layer_types[self.index]]
+        if not self._takes_any_name:
+            arguments = {name: value for name, value in arguments.items() if name in self._argument_names}
+        output = self.part(hidden, **arguments)
         return _pack(output[0] if isinstance(output, tuple) else output, positions, bounds)
 
 
 @dataclass(frozen=True)
 class LayeredModel:
-    """A whole model as a sequence of layers, in which the blocks follow each other."""
+    """A whole model as a sequence of layers. The blocks follow each other without a layer between them."""
 
     layers: list[StageLayer]
+    """All layers, in the order of the forward: first the token embedding, last the head."""
     first_block: int
+    """Index in `layers` of the first block."""
     num_blocks: int
     is_tied: bool
     """Whether the last layer, the head, shares the weight of the first, the token embedding."""
     num_parameters: int
+    """Number of elements of all parameters; a tied weight counts once."""
     config: Any
+    """Config of the model."""
     generation_config: Any
+    """Generation config of the model; `None` if it has none."""
 
     @property
     def head(self) -> nn.Linear:
@@ -152,19 +179,19 @@ class LayeredModel:
         assert isinstance(head, nn.Linear)
         return head
 
-    def names(self) -> list[str]:
-        """Return the names of the whole model's weights, a tied one once."""
-        layers = self.layers[: len(self.layers) - self.is_tied]
-        return [name for layer in layers for name in layer.weights()]
+    def get_weight_names(self) -> list[str]:
+        """Return the names of the whole model's weights; a tied weight has that of the token embedding."""
+        layers = self.layers[:-1] if self.is_tied else self.layers
+        return [name for layer in layers for name in layer.get_weights()]
 
 
 class UncachedGenerator(PreTrainedModel, GenerationMixin):
-    """Lets transformers generate with a function that returns logits and keeps no cache.
+    """Generates with transformers' `generate` and a function that returns logits, without a key-value cache.
 
     Each token costs a forward of all tokens before it.
 
     Args:
-        given: An object with the model's `generation_config`.
+        source: An object with the model's `generation_config`.
         device: The device of the ids.
         last_logits: Function of ids (B, T) and mask (B, T) that returns the last position's logits (B, 1, V).
     """
@@ -172,17 +199,17 @@ class UncachedGenerator(PreTrainedModel, GenerationMixin):
     config_class = PreTrainedConfig
 
     def __init__(
-        self, given: Any, device: torch.device, last_logits: Callable[[Tensor, Tensor | None], Tensor]
+        self, source: Any, device: torch.device, last_logits: Callable[[Tensor, Tensor | None], Tensor]
     ):
         super().__init__(PreTrainedConfig())
-        self.generation_config = given.generation_config or GenerationConfig()
-        self._place = device
+        self.generation_config = source.generation_config or GenerationConfig()
+        self._ids_device = device
         self._last_logits = last_logits
 
     @property
     def device(self) -> torch.device:
         """Device of the ids."""
-        return self._place
+        return self._ids_device
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutput:
         """Return the logits of the last position."""
@@ -190,79 +217,85 @@ class UncachedGenerator(PreTrainedModel, GenerationMixin):
 
 
 def wrap_logits(logits: Tensor) -> CausalLMOutput:
-    """Return the logits as the whole model's output, for objectives."""
+    """Return the logits in an output of transformers, as objectives expect it from a model."""
     return CausalLMOutput(logits=logits)
 
 
-def copy_without_values(model: nn.Module, empty: AbstractContextManager[None]) -> nn.Module:
-    """Return a copy of a transformers model without parameter values, built in `empty`; buffers have values.
+def copy_without_values(model: nn.Module, empty_context: AbstractContextManager[None]) -> nn.Module:
+    """Return a copy of a transformers model whose buffers have values, but whose parameters have none.
+
+    Args:
+        model: The model.
+        empty_context: Context in which modules are built without values for their parameters.
 
     Raises:
         ModelError: The model is not one of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         raise _build_cut_error(type(model).__name__, "it is not a model of transformers")
-    with empty, no_init_weights():
-        other = type(model)(copy.deepcopy(model.config))
-    other.tie_weights()
-    return other
+    with empty_context, no_init_weights():
+        model_copy = type(model)(copy.deepcopy(model.config))
+    model_copy.tie_weights()
+    return model_copy
 
 
 def cut_into_layers(model: nn.Module) -> LayeredModel:
     """Return the model as a sequence of layers that share the model's parameters.
 
     Raises:
-        ModelError: The architecture cannot be divided; the message names the part that prevents it.
+        ModelError: The architecture cannot be cut; the message says why.
     """
     if not isinstance(model, PreTrainedModel):
         raise _build_cut_error(type(model).__name__, "it is not a model of transformers")
-    layered = _cut(model)
+    layered = _cut_untested(model)
     _test_cut(model)
     return layered
 
 
-def _cut(model: PreTrainedModel) -> LayeredModel:
+def _cut_untested(model: PreTrainedModel) -> LayeredModel:
+    """Return the layers of a model, by the names and types of its decoder's modules; see cut_into_layers."""
     kind = model.config.model_type
     if model.config.get_text_config() is not model.config:
         raise _build_cut_error(kind, "it has parts besides a language model")
     if getattr(model.config, "final_logit_softcapping", None):
-        raise _build_cut_error(kind, "it caps its logits")  # unnoticed by the test, whose logits are small
+        raise _build_cut_error(kind, "it caps its logits")  # the test's logits are too small to notice
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     decoder = model.get_decoder()
     names = {module: name for name, module in model.named_modules()}
-    before: list[StageLayer] = [SingleInputLayer(names[embedding], embedding)]
-    after: list[StageLayer] = []
+    before_blocks: list[StageLayer] = [SingleInputLayer(names[embedding], embedding)]
+    after_blocks: list[StageLayer] = []
     blocks = None
     rotary = None
     for name, child in decoder.named_children():
         if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
             blocks = child
         elif name in FINAL_NORM_NAMES:
-            after.append(SingleInputLayer(names[child], child))
-        elif name in ROTARY:
+            after_blocks.append(SingleInputLayer(names[child], child))
+        elif name in ROTARY_NAMES:
             rotary = child
         elif isinstance(child, nn.Dropout):
-            before.append(SingleInputLayer(names[child], child))
+            before_blocks.append(SingleInputLayer(names[child], child))
         elif type(child) is nn.Embedding and child is not embedding:
-            before.append(PositionLayer(names[child], child))
+            before_blocks.append(PositionLayer(names[child], child))
         elif child is not embedding:
             raise _build_cut_error(kind, f"its part {name} is unknown")
-    if blocks is None or len(after) != 1 or not isinstance(head, nn.Linear):
+    has_one_norm = len(after_blocks) == 1
+    if blocks is None or not has_one_norm or not isinstance(head, nn.Linear):
         raise _build_cut_error(kind, "it does not consist of token embedding, blocks, norm and head")
     is_tied = head.weight is embedding.weight
     if is_tied and head.bias is not None:
         raise _build_cut_error(kind, "its tied head has a bias")
-    around = BlockArguments(model.config, rotary)
+    block_arguments = BlockArguments(model.config, rotary)
     layers = [
-        *before,
-        *(BlockLayer(names[block], block, around, index) for index, block in enumerate(blocks)),
-        *after,
+        *before_blocks,
+        *(BlockLayer(names[block], block, block_arguments, index) for index, block in enumerate(blocks)),
+        *after_blocks,
         HeadLayer(names[head], head),
     ]
     return LayeredModel(
         layers=layers,
-        first_block=len(before),
+        first_block=len(before_blocks),
         num_blocks=len(blocks),
         is_tied=is_tied,
         num_parameters=sum(p.numel() for p in model.parameters()),
@@ -273,22 +306,26 @@ def _cut(model: PreTrainedModel) -> LayeredModel:
 
 @torch.no_grad()
 def _test_cut(model: PreTrainedModel) -> None:
-    """Compare the logits of a small model of the class with those of its layers, on a few random tokens."""
+    """Compare the logits of a small model of the class with those of its layers, on a few random tokens.
+
+    Raises:
+        ModelError: The logits differ, or they cannot be computed.
+    """
     kind = model.config.model_type
-    trial = build_small_model(model)
-    if trial is None:
+    small_model = build_small_model(model)
+    if small_model is None:
         raise _build_cut_error(kind, "the cut cannot be tested on a small copy")
-    trial.config._attn_implementation = "eager"  # a CPU has no kernels of flash attention
-    generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
-    length = min(TRIAL_TOKENS, getattr(model.config, "max_position_embeddings", TRIAL_TOKENS))
-    ids = torch.randint(trial.config.vocab_size, (1, length), generator=generator)
+    small_model.config._attn_implementation = "eager"  # a CPU has no kernels of flash attention
+    generator = torch.Generator().manual_seed(0)  # does not change the run's random numbers
+    length = min(TEST_TOKENS, getattr(model.config, "max_position_embeddings", TEST_TOKENS))
+    ids = torch.randint(small_model.config.vocab_size, (1, length), generator=generator)
     try:
-        expected = trial(input_ids=ids, use_cache=False).logits
-        carried: Any = ids
-        for layer in _cut(trial).layers:
-            carried = layer(carried)
-        agrees = torch.allclose(carried, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-    except Exception as error:  # a block that its model calls with other arguments may raise anything
+        expected = small_model(input_ids=ids, use_cache=False).logits
+        value: Any = ids
+        for layer in _cut_untested(small_model).layers:
+            value = layer(value)
+        agrees = torch.allclose(value, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    except Exception as error:  # a block whose model calls it with other arguments may raise anything
         raise _build_cut_error(kind, f"its blocks do not run one by one: {str(error)[:120]}") from None
     if not agrees:
         raise _build_cut_error(kind, "its layers, run one after another, give other logits")
@@ -300,21 +337,25 @@ def _build_cut_error(kind: str, why: str) -> ModelError:
     )
 
 
-def _unpack(inputs: Carried) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the layer's input, the positions and the bounds."""
+def _unpack(inputs: LayerValue) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the ids or hidden states, the position ids and the bounds; `None` for those it does not have."""
     if isinstance(inputs, Tensor):
         return inputs, None, None
-    return inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else None
+    hidden, positions, *further = inputs
+    return hidden, positions, further[0] if further else None
 
 
-def _pack(hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> Carried:
+def _pack(hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> LayerValue:
+    """Return the value to pass on; there are no bounds without positions."""
     if positions is None:
         return hidden
-    return (hidden, positions) if bounds is None else (hidden, positions, bounds)
+    if bounds is None:
+        return hidden, positions
+    return hidden, positions, bounds
 
 
 def _complete_positions(positions: Tensor | None, hidden: Tensor) -> Tensor:
-    """Return the given positions, or 0, 1, 2, ... (1, T)."""
+    """Return the position ids (B, T), or 0, 1, 2, ... (1, T) if there are none."""
     if positions is not None:
         return positions
     return torch.arange(hidden.shape[1], device=hidden.device)[None]

@@ -255,6 +255,6 @@ def test_a_generate_on_top_of_transformers_is_kept_in_step_too():
         return inner(**(how | {"synced_gpus": False}))
 
     model.generate = on_top
-    (written,) = generate(model, [[5, 6]], GREEDY, torch.device("cpu"), in_step=True)
+    (written,) = generate(model, [[5, 6]], GREEDY, torch.device("cpu"), is_forward_collective=True)
     assert given["synced_gpus"] is True
     assert len(written) == 8
