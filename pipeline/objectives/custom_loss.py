@@ -106,7 +106,7 @@ class CustomLoss(BaseObjective):
         if not _is_number(count):
             raise ConfigError(
                 f"objective.kind: the function's count returned {describe_output(count)}; expected one "
-                "number, by which the sum of the loss is divided"
+                "number, by which the loss is divided"
             )
         return torch.as_tensor(count)
 

@@ -224,7 +224,7 @@ def scatter_rows(values_N: Tensor, rows: Tensor | None, num_tokens: int) -> Tens
 def _find_counted_rows(labels_N: Tensor) -> Tensor | None:
     """Return the indices of the rows that count; `None`: all rows are to be computed.
 
-    On a GPU all rows are computed, since to read the number of counted rows synchronizes with the device.
+    On a GPU all rows are computed, since reading the number of counted rows synchronizes with the device.
     """
     if labels_N.device.type != "cpu":
         return None
@@ -259,9 +259,9 @@ class ChunkedLoss:
     Attributes:
         scale: Factor on all gradients, if there is no `incoming_N`.
         losses_N: Loss of each token; 0 until `compute`.
-        x_grad_ND: Gradient of the inputs; `None`: not needed. So are the next two.
-        weight_grad_VD: Gradient of the weight, with padding rows.
-        bias_grad_V: Gradient of the bias, with padding.
+        x_grad_ND: Gradient of the inputs; `None` if not needed.
+        weight_grad_VD: Gradient of the weight, with padding rows; `None` if not needed.
+        bias_grad_V: Gradient of the bias, with padding; `None` if not needed.
     """
 
     def __init__(

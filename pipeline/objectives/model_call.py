@@ -247,7 +247,14 @@ class _CallPlanner:
         self._takes_any_number = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
 
     def plan_by_signature(self, with_targets: bool) -> CallPlan:
-        """Return the plan that follows from the forward's signature; see ModelCall."""
+        """Return the plan that follows from the forward's signature; see ModelCall.
+
+        First, entries are assigned to arguments of the same name. Then, with `**kwargs` and no required
+        argument left, the others are passed by name too. Otherwise inputs become the first free arguments.
+
+        Args:
+            with_targets: Whether targets are passed to the model.
+        """
         rest = [key for key, width in self._widths.items() if width]
         if not with_targets:
             rest = [key for key in rest if key not in TARGET_KEYS]
@@ -260,8 +267,9 @@ class _CallPlanner:
                 rest.remove(key)
         free = [p for p in self._positional_parameters if p.name not in named]
         required = [p for p in free if p.default is Parameter.empty]
-        passes_all_by_name = self.takes_any_name and not required
-        if passes_all_by_name and (len(rest) > 1 or not self._takes_any_number):
+        # A forward(*args, **kwargs) gets a single entry by position.
+        is_single_positional = self._takes_any_number and len(rest) <= 1
+        if self.takes_any_name and not required and not is_single_positional:
             return CallPlan((), tuple((named | {key: key for key in rest}).items()))
         inputs = [key for key in rest if key not in TARGET_KEYS and not key.startswith(FIELD_PREFIX)]
         if "inputs" in inputs:

@@ -191,22 +191,26 @@ class SegmentObjective(VocabularyObjective):
             DataError: The batch has no entries of preferences, or they have other shapes or values.
         """
         host = get_host_batch(batch)
-        if missing := [key for key in (SEGMENTS, KINDS) if not isinstance(host.get(key), Tensor)]:
+        missing = [key for key in (SEGMENTS, KINDS) if not isinstance(host.get(key), Tensor)]
+        if missing:
             raise DataError(
                 f"objective {self.name} needs {missing[0]!r}, but the batch has {format_batch(batch)}; use "
                 "data with answers to compare (data.kind: preference)"
             )
         kinds_BS = host[KINDS]
         segments_BT = host[SEGMENTS]
-        if segments_BT.dtype != torch.int64 or kinds_BS.dim() != 2 or len(segments_BT) != len(kinds_BS):
+        has_row_kinds = kinds_BS.dim() == 2 and len(segments_BT) == len(kinds_BS)
+        if segments_BT.dtype != torch.int64 or not has_row_kinds:
             raise DataError(
                 f"objective {self.name} expects {SEGMENTS!r} (samples, tokens) int64 and {KINDS!r} (samples, "
                 f"segments), but the batch has {format_batch(batch)}"
             )
-        if segments_BT.device.type == "cpu" and (highest := int(segments_BT.max())) >= kinds_BS.shape[1]:
+        num_places = kinds_BS.shape[1]
+        highest = int(segments_BT.max()) if segments_BT.device.type == "cpu" else -1
+        if highest >= num_places:
             raise DataError(
-                f"{SEGMENTS!r} has {highest}, but {KINDS!r} is for {kinds_BS.shape[1]} segments a row: "
-                f"expected -1 (none) to {kinds_BS.shape[1] - 1}"
+                f"{SEGMENTS!r} has {highest}, but {KINDS!r} is for {num_places} segments a row: "
+                f"expected -1 (none) to {num_places - 1}"
             )
         kinds: Tensor = kinds_BS
         return kinds
@@ -484,7 +488,7 @@ class PairwisePreference(PairObjective):
             return torch.where(is_pair_BP, values_BP, 0.0).sum()
 
         margin_BP = rewards_BS[:, ::2] - rewards_BS[:, 1::2]
-        # Before training, model and reference agree: the margin is only rounding error, whose sign depends on
+        # Before training, model and reference agree: a margin is only rounding error, whose sign depends on
         # the split. So a margin of that size does not count as preferred.
         rounding_error_BP = LOGP_ROUNDING_ERROR * (logps_BS[:, ::2] + logps_BS[:, 1::2]).abs()
         extras = {f"{side} rewards": sum_pairs(rewards_BS[:, at::2]) for at, side in enumerate(SIDES)}
