@@ -88,7 +88,7 @@ class LossSettings:
     dtype: torch.dtype
     """Dtype of products: fp64, fp32, bf16 or fp16."""
     part: VocabularyPart | None = None
-    """Part of the vocabulary that weight and bias hold; `None`: all words."""
+    """Part of the vocabulary that weight and bias have on this rank; `None`: all words."""
     kernels: FusedKernels | None = None
     """Compiled kernels for a chunk's losses and gradients; `None`: blocks. Not used with a `part`."""
 
@@ -113,8 +113,8 @@ def linear_cross_entropy_sum(
         bias_V: The bias of the layer, or `None`.
         labels_N: The labels, int64.
         dtype: The dtype of products: fp64, fp32, bf16 or fp16.
-        part: The part of the vocabulary that weight and bias hold; `None`: all words. With a part, forward
-            and backward are collective, and all ranks have the same hidden states, labels and result.
+        part: See LossSettings.part. With a part, forward and backward are collective over the ranks of the
+            tensor-parallel group, and all ranks have the same hidden states, labels and result.
         kernels: See LossSettings.kernels.
 
     Returns:

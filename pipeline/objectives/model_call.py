@@ -308,6 +308,7 @@ class _CallPlanner:
         first = [p.name for p in self._positional_parameters[: len(entries)]]
         if is_spread or free[: len(entries)] == first:
             return CallPlan(tuple(entries), tuple(named.items()), is_spread)
+        # Entries beyond the free arguments stay positional, for a forward with `*args`.
         named = named | dict(zip(free, entries, strict=False))
         return CallPlan(tuple(entries[len(free) :]), tuple(named.items()))
 
@@ -372,6 +373,7 @@ def unwrap_model(model: Callable[..., Any]) -> Any:
 
 
 def _accepts_any_arguments(model: Any) -> bool:
+    """Return whether the forward is `forward(*args, **kwargs)`, and nothing else."""
     kinds = {p.kind for p in inspect.signature(getattr(model, "forward", model)).parameters.values()}
     return kinds == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
 
@@ -381,6 +383,7 @@ class IndexRange:
     """The range of valid indices into the rows of an embedding or the classes of a loss."""
 
     size: int
+    """Number of rows or classes: indices from 0 to `size` - 1 are valid."""
     owner: str
     """Description of the indexed object, such as `embed, Embedding(...), has 3 rows`."""
     ignored: int | None = None
