@@ -66,5 +66,5 @@ def test_a_preempted_job_goes_on_by_itself(cluster, slurm, unbroken):
     assert f"resuming {inside} from step-" in job.text
     server.command.kill()
     finish(cluster, run, unbroken)
-    (hiscenario,) = folder.glob("hiscenario-*.jsonl")
-    assert extract_server_losses(read_lines(hiscenario)) == read_recorded_losses(run)
+    (history,) = folder.glob("history-*.jsonl")
+    assert extract_server_losses(read_lines(history)) == read_recorded_losses(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.cli.import_configs.conversions import parse_reasons
 
-# Entries of both tables are TEXT: KEYS, with keys of the other trainers. The text ends at the last ": ", and an
+# Entries of both tables are TEXT: KEYS, with keys of the other trainers. The text ends at the last ": ". An
 # indented line continues the entry.
 NO_EXACT_COUNTERPART = parse_reasons("""
 write batch.micro_batch_size: auto: auto_find_batch_size
