@@ -40,18 +40,21 @@ from pipeline.data.sampler import (
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import DataError, PipelineError
 
-PREFETCH = 2  # batches that each worker prefetches
+BATCHES_PER_WORKER = 2  # batches that each worker prefetches
 
-ORDER_BLOCK = 4096  # samples ordered per call: numpy takes as long for one micro-batch as for hundreds
+MAX_LISTED_SAMPLES = 8  # samples that a message names
+
+# Samples whose order is computed by one call: numpy takes as long for one micro-batch as for hundreds.
+SAMPLES_PER_ORDER_CALL = 4096
 
 
 class BatchReader(Dataset[Any]):
-    """Data set whose index is a BatchIndices: it reads one batch, and a DataLoader can run it in workers.
+    """Data set whose index is a BatchIndices: each read returns one batch. It can run in workers.
 
-    Random numbers are a function of the seed and a position. They are the same in this process and in a
-    worker, independent of when the batch is read, and after a resume. In `augmented` and `__getitem__` the
-    position is the sample's, so the numbers do not depend on the number of ranks. In `__getitems__` and the
-    collate function the position is that of the batch's first sample.
+    The random numbers that a user's data set draws are a function of the seed and a position in the order. So
+    they are the same in this process and in a worker, at any time of reading, and after a resume. In
+    `augmented` and `__getitem__` the position is the sample's, so the numbers do not depend on the number of
+    ranks. In `__getitems__` and the collate function, the position is the one of the batch's first sample.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class BatchReader(Dataset[Any]):
         *,
         is_training: bool,
         sources: Sequence[Sequence[tuple[str, int]]] | None = None,
-        num_words: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Initialize the reader.
 
@@ -71,89 +74,111 @@ class BatchReader(Dataset[Any]):
             collate: Makes a batch of a list of samples, or of the result of `__getitems__`.
             seed: Seed of the random numbers that samples draw.
             is_training: Whether to read samples by `augmented`, if a data set has it.
-            sources: Name and number of samples of each source, for each data set.
-            num_words: Number of token ids that the model has; `None` to accept any id.
+            sources: For each data set, the name and the number of samples of each of its sources; `None` if
+                no source is known by name.
+            vocab_size: Number of token ids that the model has; `None` to accept any id.
         """
         self._datasets = datasets
         self._collate = collate
         self._seed = seed
         self._is_training = is_training
         self._sources = sources or [()] * len(datasets)
-        self._num_words = num_words
+        self._vocab_size = vocab_size
 
-    def __getitems__(self, draw: BatchIndices) -> LoadedBatch | PipelineError:
+    def __getitems__(self, selection: BatchIndices) -> LoadedBatch | PipelineError:
+        """Return the batch of the selected samples, or an expected error, for `raise_if_error` to raise.
+
+        The error is not raised here: torch would put a worker's traceback into its message.
+        """
         try:
-            batch = as_batch(self._read_and_collate(draw), len(draw.indices))
-            batch.origin = describe_origin(batch, draw.indices, self._sources[draw.dataset])
-            if self._num_words is not None:
-                check_ids(batch, self._num_words)
+            batch = as_batch(self._read_and_collate(selection), len(selection.indices))
+            batch.origin = describe_origin(batch, selection.indices, self._sources[selection.dataset])
+            if self._vocab_size is not None:
+                check_token_ids(batch, self._vocab_size)
             return batch
         except PipelineError as error:
-            return error  # returned, because torch puts a worker's traceback into the message of a raised one
+            return error
 
-    def _read_and_collate(self, draw: BatchIndices) -> Any:
-        dataset = self._datasets[draw.dataset]
+    def _read_and_collate(self, selection: BatchIndices) -> Any:
+        dataset = self._datasets[selection.dataset]
         if self._is_training and hasattr(dataset, "augmented"):
-            places = enumerate(draw.indices, start=draw.position)
+            by_position = enumerate(selection.indices, start=selection.position)
             return self._collate(
-                [dataset.augmented(i, derive_seed(self._seed, place)) for place, i in places]
+                [
+                    dataset.augmented(index, derive_seed(self._seed, position))
+                    for position, index in by_position
+                ]
             )
         if getattr(dataset, "is_deterministic", False):
-            return self._read(dataset, draw.indices)
-        with isolate_random_numbers(self._seed, draw.position):
-            return self._read(dataset, draw.indices, draw.position)
+            return self._collate_samples(dataset, selection.indices)
+        with isolate_random_numbers(self._seed, selection.position):
+            return self._collate_samples(dataset, selection.indices, selection.position)
 
-    def _read(self, dataset: Any, indices: list[int], position: int | None = None) -> Any:
-        """Read and collate samples; `position` is the first one's, or `None` if nothing random is drawn."""
-        source = dataset
-        while isinstance(source, Subset):  # Subset has __getitems__ even if its data set has not
-            source = source.dataset
-        if hasattr(source, "__getitems__"):
+    def _collate_samples(self, dataset: Any, indices: list[int], position: int | None = None) -> Any:
+        """Read samples and collate them.
+
+        Args:
+            dataset: Data set to read.
+            indices: Indices of the samples in the data set.
+            position: Position of the first sample in the order, which seeds the generators anew for each
+                sample; `None` if the data set draws no random numbers.
+        """
+        base = dataset
+        while isinstance(base, Subset):  # Subset has __getitems__ even if its data set has not
+            base = base.dataset
+        if hasattr(base, "__getitems__"):
             return self._collate(dataset.__getitems__(indices))
-        if position is None or type(source) in (TensorDataset, list):  # these types draw no random numbers
+        if position is None or type(base) in (TensorDataset, list):  # these types draw no random numbers
             return self._collate([dataset[index] for index in indices])
+        seeds = derive_seeds(self._seed, position, len(indices))
         samples = []
-        for bits, index in zip(derive_seeds(self._seed, position, len(indices)), indices, strict=True):
-            seed_all(bits)
+        for seed, index in zip(seeds, indices, strict=True):
+            seed_all(seed)
             samples.append(dataset[index])
         seed_all(derive_seed(self._seed, position, len(indices)))
         return self._collate(samples)
 
 
-def check_ids(batch: LoadedBatch, num_words: int) -> None:
-    """Check that the token ids of a batch are below `num_words`, the rows of the model's embedding.
+def check_token_ids(batch: LoadedBatch, vocab_size: int) -> None:
+    """Check that the token ids of a batch are below `vocab_size`, the number of rows of the embedding.
 
     Raises:
         DataError: An id has no row in the embedding. The message names the id and its sample.
     """
-    if (wrong := find_bad_value(batch, "input_ids", num_words, None)) is not None:
+    wrong = find_bad_value(batch, "input_ids", vocab_size, None)
+    if wrong is not None:
         raise DataError(
-            f"'input_ids' has {wrong.value}{wrong.sample}, and the model knows {num_words} words: expected 0 "
-            f"to {num_words - 1} (model.vocab_size); use the tokenizer that belongs to the model"
+            f"'input_ids' has {wrong.value}{wrong.sample}, and the model has {vocab_size} token ids: "
+            f"expected 0 to {vocab_size - 1} (model.vocab_size); use the tokenizer that belongs to the model"
         )
 
 
 def read_batches(
-    fetch: BatchReader, draws: Iterable[BatchIndices], num_workers: int, *, pin_memory: bool, persistent: bool
+    reader: BatchReader,
+    selections: Iterable[BatchIndices],
+    num_workers: int,
+    *,
+    pin_memory: bool,
+    persistent: bool,
 ) -> Iterable[LoadedBatch | PipelineError]:
-    """Return an iterable of the batches that `draws` describes; it can be iterated as often as `draws`.
+    """Return an iterable of the selected batches; a batch that cannot be read comes as its error.
 
     Args:
-        fetch: Reads a batch.
-        draws: Samples of each batch.
+        reader: Reads a batch.
+        selections: Samples of each batch. The result can be iterated as often as this argument.
         num_workers: Number of worker processes that prefetch batches; 0 to read in this process.
         pin_memory: Whether to copy batches to page-locked memory.
-        persistent: Whether the workers are kept between two passes.
+        persistent: Whether the workers stay alive between two passes.
     """
     # By default each iteration draws from torch's global generator, which would change dropout.
     generator = torch.Generator()
     generator.manual_seed(0)
     return DataLoader(
-        fetch,
-        batch_sampler=draws,  # type: ignore[arg-type]  # BatchIndices in place of a list of indices
+        reader,
+        batch_sampler=selections,  # type: ignore[arg-type]  # BatchIndices in place of a list of indices
         collate_fn=_return_unchanged,
         num_workers=num_workers,
-        prefetch_factor=PREFETCH if num_workers else None,
+        prefetch_factor=BATCHES_PER_WORKER if num_workers else None,
         persistent_workers=persistent and num_workers > 0,
         pin_memory=pin_memory,
         generator=generator,
@@ -164,25 +189,22 @@ def _return_unchanged(batch: Any) -> Any:
     return batch
 
 
-MAX_LISTED_SAMPLES = 8  # samples that a message names
-
-
 class BatchSource(Protocol):
     """Source of one rank's training data: a group of micro-batches for each optimizer step.
 
-    Rollouts can implement it, because rows may be made when they are asked for. The state is the position in
-    the data. A run that resumes from it gets the rows that the uninterrupted run would have got.
+    Rollouts can implement this protocol, because `next_group` may make its rows. The state is the position in
+    the data. A run that resumes from a state must get the same rows as a run that was never interrupted.
     """
 
     @property
     def samples_seen(self) -> int:
-        """Number of samples returned so far over all ranks, including those that were left out."""
+        """Position in the data: samples that all ranks have returned so far, plus those left out."""
 
     def next_group(self) -> list[Batch]:
         """Return this rank's micro-batches of the next optimizer step."""
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics that tell the position in the data, such as the epoch. Not collective."""
+        """Return metrics of the position in the data by name, such as `train/epoch`. Not collective."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as numbers, strings and lists of them, the same on every rank."""
@@ -191,18 +213,18 @@ class BatchSource(Protocol):
         """Resume from a `state_dict`, possibly of another number of ranks."""
 
     def close(self) -> None:
-        """Stop workers and free what the source has opened."""
+        """Stop workers and close files and connections."""
 
 
 @runtime_checkable
 class PrefetchingSource(Protocol):
-    """A source that can read a group before it is asked for."""
+    """A source that can read a group before `next_group` is called."""
 
     is_prefetching: bool
-    """Whether `prefetch` reads a group; the step calls it only then."""
+    """Whether `prefetch` reads a group; if false, the training step does not call it."""
 
     def prefetch(self) -> None:
-        """Begin to read the next group. Called after a step is launched."""
+        """Begin to read the next group. Called after the kernels of a step are launched."""
 
 
 @runtime_checkable
@@ -215,22 +237,22 @@ class ReplayableSource(Protocol):
     def read_again(self, first: int) -> list[Batch]:
         """Return the group that begins at position `first` of the order."""
 
-    def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
-        """Exclude positions of the order, [first, last) each, from all later steps."""
+    def leave_out(self, ranges: Iterable[Sequence[int]]) -> None:
+        """Exclude ranges of positions, [first, last) each, from all later steps."""
 
 
 class TrainLoader:
-    """Loader of a map-style data set, which prefetches batches to the device and can replay them.
+    """Loads a rank's micro-batches of a map-style data set; prefetches them to the device, can replay them.
 
     Implements BatchSource, PrefetchingSource and ReplayableSource.
 
-    `prefetch` reads the next group and copies it on a separate stream, so that the step waits for neither.
-    There is no thread: in this process it would compete with the step for the GIL, and worker processes read
-    in parallel anyway.
+    `prefetch` reads the next group and copies it on a separate stream, so that the step waits neither for the
+    read nor for the copy. There is no thread: in this process it would compete with the step for the GIL, and
+    worker processes read in parallel anyway.
 
-    On a CPU nothing is prefetched. The step is complete when `prefetch` is called, so that the work would
-    only be done earlier, and a custom data set might be read for a group that is never used. A group's
-    content does not depend on when it is read: see BatchReader.
+    On a CPU nothing is prefetched. The step is complete before `prefetch` is called, so prefetching would
+    save no time, and it might read a group of a custom data set that is never used. A group's content does
+    not depend on when it is read: see BatchReader.
 
     Args:
         dataset: Map-style data set with at least one sample; it may be smaller than a global batch.
@@ -243,10 +265,16 @@ class TrainLoader:
         dp_world_size: Number of data-parallel ranks.
         seed: Seed of the random numbers that the data set draws.
         num_workers: Number of worker processes that prefetch batches; 0 to read in this process.
-        is_prefetching: Whether to prefetch to the device; by default on every device but a CPU.
-        num_words: Number of token ids that the model has, against which `input_ids` are checked; `None` for
+        is_prefetching: Whether to prefetch to the device; `None` to prefetch on every device but a CPU.
+        vocab_size: Number of token ids that the model has, against which `input_ids` are checked; `None` for
             no check.
-        left_out: Positions of the order that no step takes, [first, last) each.
+        left_out: Ranges of positions that no step takes, [first, last) each.
+
+    Attributes:
+        samples_per_epoch: Samples of one pass over the data, over all ranks.
+        global_batch_size: Samples of an optimizer step, over all ranks.
+        samples_seen: Position in the order: samples that all ranks have returned so far, plus those left out.
+        is_prefetching: Whether `prefetch` reads a group.
     """
 
     def __init__(
@@ -263,7 +291,7 @@ class TrainLoader:
         seed: int,
         num_workers: int,
         is_prefetching: bool | None = None,
-        num_words: int | None = None,
+        vocab_size: int | None = None,
         left_out: Iterable[Sequence[int]] = (),
     ) -> None:
         assert order.num_samples == len(dataset)  # type: ignore[arg-type]
@@ -273,11 +301,10 @@ class TrainLoader:
         self.samples_seen = 0
         self._left_out = LeftOutPositions(left_out)
         self._order = order
-        sources = [order.sources]
-        self._fetch = BatchReader(
-            [dataset], collate, seed, is_training=True, sources=sources, num_words=num_words
+        self._reader = BatchReader(
+            [dataset], collate, seed, is_training=True, sources=[order.sources], vocab_size=vocab_size
         )
-        self._draws_from = partial(
+        self._iter_selections = partial(
             iter_batch_indices,
             order,
             micro_batch_size=micro_batch_size,
@@ -290,9 +317,10 @@ class TrainLoader:
         self._batches: Iterator[Any] | None = None
         self._device = device
         self.is_prefetching = device.type != "cpu" if is_prefetching is None else is_prefetching
-        self._streams: Any = getattr(torch, device.type)  # torch.cuda; torch.cpu has streams that do nothing
-        self._stream = self._streams.Stream() if self.is_prefetching else None
-        self._ahead: list[Batch] | None = None
+        # torch.cuda, or torch.cpu, whose streams do nothing.
+        self._stream_module: Any = getattr(torch, device.type)
+        self._copy_stream = self._stream_module.Stream() if self.is_prefetching else None
+        self._prefetched: list[Batch] | None = None
         self._counts = SourceCounts(order)
 
     @property
@@ -301,7 +329,7 @@ class TrainLoader:
         return self.samples_per_epoch / self.global_batch_size
 
     def metrics(self) -> dict[str, float]:
-        """Return samples and epochs so far, and the samples of each source if there are several.
+        """Return the samples and epochs so far, and the samples of each source if there are several.
 
         The values are the same on every rank.
         """
@@ -320,35 +348,46 @@ class TrainLoader:
 
     @tag_errors(Phase.DATA)
     def next_group(self) -> list[Batch]:
-        """Return the next group, on the device if groups are prefetched, else in host memory."""
+        """Return the next group of micro-batches: on the device if groups are prefetched, else on the host.
+
+        Raises:
+            DataError: A sample cannot be read, samples cannot be collated, or a token id is out of range.
+        """
         if self.is_prefetching:
             self.prefetch()
-            group = self._take()
+            group = self._take_prefetched()
         else:
-            group = self._read()
-        if self._left_out.stretches:
-            self.samples_seen = self._left_out.start(self.samples_seen, self.global_batch_size)
+            group = self._read_group()
+        if self._left_out.ranges:
+            self.samples_seen = self._left_out.find_start(self.samples_seen, self.global_batch_size)
         self.samples_seen += self.global_batch_size
         return group
 
     @tag_errors(Phase.DATA)
     def prefetch(self) -> None:
-        """Read the next group and start to copy it to the device, without waiting for the copy."""
-        if not self.is_prefetching or self._ahead is not None:
+        """Read the next group and start to copy it to the device, without waiting for the copy.
+
+        Does nothing if groups are not prefetched, or one already is.
+
+        Raises:
+            DataError: As `next_group`.
+        """
+        if not self.is_prefetching or self._prefetched is not None:
             return
-        group = self._read()
-        with self._streams.stream(self._stream):
-            self._ahead = [
+        group = self._read_group()
+        with self._stream_module.stream(self._copy_stream):
+            self._prefetched = [
                 map_tensors(batch, lambda _, tensor: tensor.to(self._device, non_blocking=True))
                 for batch in group
             ]
 
-    def _read(self) -> list[Batch]:
+    def _read_group(self) -> list[Batch]:
+        """Return the next group in host memory; start the workers if none run."""
         if self._batches is None:
-            # The iterator is endless, so its workers live on without being persistent.
+            # The iterator is endless: it never ends a pass, so its workers live on without being persistent.
             batches = read_batches(
-                self._fetch,
-                self._draws_from(samples_seen=self.samples_seen, left_out=self._left_out),
+                self._reader,
+                self._iter_selections(samples_seen=self.samples_seen, left_out=self._left_out),
                 self._num_workers,
                 pin_memory=self._device.type == "cuda",
                 persistent=False,
@@ -356,14 +395,15 @@ class TrainLoader:
             self._batches = iter(batches)
         return [raise_if_error(next(self._batches)) for _ in range(self._gradient_accumulation_steps)]
 
-    def _take(self) -> list[Batch]:
-        group = self._ahead
-        self._ahead = None
+    def _take_prefetched(self) -> list[Batch]:
+        """Return the prefetched group, and let the device's current stream wait for its copy."""
+        group = self._prefetched
+        self._prefetched = None
         assert group is not None
-        current = self._streams.current_stream()
-        current.wait_stream(self._stream)  # the device waits, not the host
+        current = self._stream_module.current_stream()
+        current.wait_stream(self._copy_stream)  # the device waits, not the host
         for tensor in (tensor for tensor in iter_tensors(group) if tensor.is_cuda):
-            # The memory belongs to the copying stream, which would otherwise reuse it too early.
+            # Without this, the copy stream could reuse the memory before the step has read it.
             tensor.record_stream(current)
         return group
 
@@ -372,80 +412,100 @@ class TrainLoader:
         return {
             "samples_seen": self.samples_seen,
             "source_samples": self.source_samples(),
-            "left_out": [list(stretch) for stretch in self._left_out.stretches],
+            "left_out": [list(each) for each in self._left_out.ranges],
         }
 
-    def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
-        """Exclude positions of the order, [first, last) each, and drop prefetched groups."""
-        self._left_out = LeftOutPositions([*self._left_out.stretches, *stretches])
+    def leave_out(self, ranges: Iterable[Sequence[int]]) -> None:
+        """Exclude ranges of positions, [first, last) each, and discard prefetched groups."""
+        self._left_out = LeftOutPositions([*self._left_out.ranges, *ranges])
         self.close()
 
     def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """Divide the following global batches into other micro-batches, and drop prefetched groups.
+        """Divide the following global batches into other micro-batches, and discard prefetched groups.
 
-        The new sizes must have the same product.
+        The product of the two sizes must not change, so that `global_batch_size` stays the same.
         """
-        how = {
-            "micro_batch_size": micro_batch_size,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-        }
-        self._draws_from = partial(self._draws_from, **how)
+        self._iter_selections = partial(
+            self._iter_selections,
+            micro_batch_size=micro_batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+        )
         self._gradient_accumulation_steps = gradient_accumulation_steps
         self.close()
 
     def read_again(self, first: int) -> list[Batch]:
-        """Read the group that begins at position `first` of the order once more, in this process."""
-        draws = islice(self._draws_from(samples_seen=first), self._gradient_accumulation_steps)
-        return [raise_if_error(batch) for batch in map(self._fetch.__getitems__, draws)]
+        """Read the group that begins at position `first` once more, in this process and in host memory."""
+        selections = islice(self._iter_selections(samples_seen=first), self._gradient_accumulation_steps)
+        return [raise_if_error(batch) for batch in map(self._reader.__getitems__, selections)]
 
     def describe(self, first: int, last: int) -> str:
-        """Describe samples, MAX_LISTED_SAMPLES of them at most, such as `wiki 7, 12; code 3 ...`."""
-        own = defaultdict[str, list[str]](list)
-        for index in self._order.samples_at(np.arange(first, min(last, first + MAX_LISTED_SAMPLES))).tolist():
-            name, place = locate_sample(index, self._order.sources)
-            own[name].append(str(place))
-        named = "; ".join(f"{name} {', '.join(places)}" for name, places in own.items())
-        return f"{named}{' ...' if last - first > MAX_LISTED_SAMPLES else ''}"
+        """Describe the samples at positions [first, last), such as `wiki 7, 12; code 3 ...`.
+
+        Each is named by its source and its index in the source; at most MAX_LISTED_SAMPLES are.
+        """
+        positions = np.arange(first, min(last, first + MAX_LISTED_SAMPLES))
+        by_source = defaultdict[str, list[str]](list)
+        for index in self._order.samples_at(positions).tolist():
+            name, index_in_source = locate_sample(index, self._order.sources)
+            by_source[name].append(str(index_in_source))
+        text = "; ".join(f"{name} {', '.join(indices)}" for name, indices in by_source.items())
+        return text + " ..." if last - first > MAX_LISTED_SAMPLES else text
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict`, possibly of another number of ranks or another batch size.
 
         The state of a user's own source may have only `samples_seen`.
+
+        Raises:
+            DataError: The weights of `data.curriculum` give other samples than the run has seen.
         """
         self.leave_out(state.get("left_out", ()))
         self.seek(int(state["samples_seen"]), state.get("source_samples"))
 
     def seek(self, samples_seen: int, source_samples: Mapping[str, int] | None = None) -> None:
-        """Continue after `samples_seen` samples over all ranks, whatever their number was."""
+        """Continue at position `samples_seen` of the order, which does not depend on the number of ranks.
+
+        Args:
+            samples_seen: Samples that all ranks together have taken or left out.
+            source_samples: Samples so far by source; `None` to count them from the order.
+
+        Raises:
+            DataError: The weights of `data.curriculum` give other counts than `source_samples`.
+        """
         assert samples_seen >= 0
         self.close()
         self.samples_seen = samples_seen
         self._counts.seek(samples_seen, source_samples)
 
     def close(self) -> None:
-        """Stop the workers and drop prefetched groups; `next_group` starts new workers."""
-        self._ahead = None
+        """Stop the workers and discard prefetched groups; `next_group` starts new workers."""
+        self._prefetched = None
         self._batches = None  # the iterator's destructor stops its workers
 
 
 class EvalLoader:
-    """Iterates over `(name, batch, is_real)` of each data set in order; every rank gets as many batches.
+    """Iterates over `(name, batch, is_real)` of each data set in order; every rank gets equally many batches.
 
-    Forward passes may be collective (ZeRO-3). A rank that has no samples left therefore gets a batch of one
-    sample with `is_real` False, which it must run and not count. The last real batch of a data set may be
-    short.
+    Forward passes may be collective (ZeRO-3). So a rank that has no samples left gets a batch of one sample
+    with `is_real` False: it must run the forward pass and not count the result. The last real batch of a data
+    set may have fewer samples.
 
     Args:
         datasets: Map-style data sets by name; at least one, each with at least one sample.
         collate: Makes a batch of a list of samples, or of the result of `__getitems__`.
-        total: Names of the data sets whose mean is `eval/loss`; empty for all.
+        names_in_mean: Names of the data sets whose mean is `eval/loss`; empty for all.
         micro_batch_size: Samples per batch and rank.
         dp_rank: Data-parallel rank; ranks with equal values read the same samples.
         dp_world_size: Number of data-parallel ranks.
         max_samples: Maximum number of samples of a data set over all ranks; `None` for all.
-        num_workers: Number of worker processes, which are kept between two passes.
+        num_workers: Number of worker processes, which stay alive between two passes; 0 to read in this
+            process.
         pin_memory: Whether to copy batches to page-locked memory.
-        num_words: Number of token ids that the model has; `None` for no check.
+        vocab_size: Number of token ids that the model has; `None` for no check.
+
+    Attributes:
+        names: Names of all data sets, in the order of evaluation.
+        names_in_mean: Names of the data sets whose mean is `eval/loss`.
 
     Raises:
         DataError: A data set is empty.
@@ -456,30 +516,36 @@ class EvalLoader:
         datasets: Mapping[str, Dataset[Any]],
         collate: Collate,
         *,
-        total: Iterable[str],
+        names_in_mean: Iterable[str],
         micro_batch_size: int,
         dp_rank: int,
         dp_world_size: int,
         max_samples: int | None,
         num_workers: int,
         pin_memory: bool,
-        num_words: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         assert datasets
         self.names = tuple(datasets)
-        self.total = tuple(total) or self.names
-        whole = {name: _check_length(name, dataset) for name, dataset in datasets.items()}
-        sizes = list(whole.values())
+        self.names_in_mean = tuple(names_in_mean) or self.names
+        lengths = {name: _check_length(name, dataset) for name, dataset in datasets.items()}
+        sizes = list(lengths.values())
         if max_samples is not None:
             sizes = [min(size, max_samples) for size in sizes]
         self._sampler = EvalSampler(
             sizes, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_world_size=dp_world_size
         )
-        sets = list(datasets.values())
-        sources = [[(f"{name}, held out", size)] for name, size in whole.items()]
-        # One reader for all sets: a pool of workers for each would leave many processes idle.
+        # One reader for all data sets: a pool of workers for each would leave many processes idle.
+        reader = BatchReader(
+            list(datasets.values()),
+            collate,
+            seed=0,
+            is_training=False,
+            sources=[[(f"{name}, held out", length)] for name, length in lengths.items()],
+            vocab_size=vocab_size,
+        )
         self._batches = read_batches(
-            BatchReader(sets, collate, 0, is_training=False, sources=sources, num_words=num_words),
+            reader,
             self._sampler,
             num_workers,
             pin_memory=pin_memory,
@@ -487,11 +553,12 @@ class EvalLoader:
         )
 
     def __iter__(self) -> Iterator[tuple[str, Batch, bool]]:
-        for draw, batch in zip(self._sampler, self._batches, strict=False):
-            yield self.names[draw.dataset], raise_if_error(batch), self._sampler.is_real(draw)
+        for selection, batch in zip(self._sampler, self._batches, strict=False):
+            yield self.names[selection.dataset], raise_if_error(batch), self._sampler.is_real(selection)
 
 
 def _check_length(name: str, dataset: Dataset[Any]) -> int:
+    """Return the number of samples of an evaluation data set; raise DataError if it is empty."""
     length = len(dataset)  # type: ignore[arg-type]
     if length == 0:
         raise DataError(
@@ -512,18 +579,19 @@ def iter_batch_indices(
 ) -> Iterator[BatchIndices]:
     """Yield the samples of one rank's micro-batches, without end, from position `samples_seen` on.
 
-    Micro-batch m of optimizer step s takes the positions s * global + (m * dp_world_size + dp_rank) * micro +
-    [0, micro). So a step takes the same samples whatever the number of ranks and accumulation steps.
+    If a step begins at position p, its micro-batch m has the `micro_batch_size` samples from position
+    p + (m * dp_world_size + dp_rank) * micro_batch_size on. So a step takes the same samples for any number
+    of ranks and accumulation steps.
     """
     global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
     micro_batches = np.arange(gradient_accumulation_steps) * dp_world_size + dp_rank
     offsets = micro_batches[:, None] * micro_batch_size + np.arange(micro_batch_size)  # (M, B)
-    steps = max(1, ORDER_BLOCK // offsets.size)
-    start = samples_seen
+    steps = max(1, SAMPLES_PER_ORDER_CALL // offsets.size)
+    start = samples_seen  # earliest position at which the next step may begin
     while True:
-        firsts = left_out.starts(start, global_batch_size, steps)
-        positions = (firsts[:, None, None] + offsets).reshape(-1, micro_batch_size)
+        step_starts = left_out.find_starts(start, global_batch_size, steps)
+        positions = (step_starts[:, None, None] + offsets).reshape(-1, micro_batch_size)
         samples = order.samples_at(positions)  # (steps * M, B)
         for position, indices in zip(positions[:, 0].tolist(), samples.tolist(), strict=True):
             yield BatchIndices(0, position, indices)
-        start = int(firsts[-1]) + global_batch_size
+        start = int(step_starts[-1]) + global_batch_size

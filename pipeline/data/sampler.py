@@ -1,8 +1,8 @@
 """Order of the samples: a pure function of seed and position, the same for any number of ranks.
 
-The order is computed by index, without a shuffled list. It takes no memory and no start-up time, a run can
-start at any position, and the state in a checkpoint is one integer (and one for each source, for the
-metrics).
+A position counts the samples of a run from 0, over all ranks and epochs. The sample at a position is
+computed, not looked up in a shuffled list. So the order takes no memory and no start-up time, and a run can
+start at any position. A checkpoint stores the position and, for the metrics, one count for each source.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from numpy.typing import NDArray
 from pipeline.data.random_numbers import derive_seed, scramble
 from pipeline.errors import DataError
 
-ROUNDS = 6
+NETWORK_ROUNDS = 6  # of the Feistel network; another number changes the order of every run
 
 
 class SampleOrder(Protocol):
-    """Function from positions of a run to samples."""
+    """Maps positions of a run to samples."""
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return indices into the data set at `positions` (any shape)."""
+        """Return the indices in the data set of the samples at `positions` (any shape), in the same shape."""
         ...
 
 
 class BatchIndices(NamedTuple):
-    """Samples of one batch."""
+    """Samples of one rank's micro-batch, before they are read."""
 
     dataset: int
-    """Number of the data set; 0 if there is only one."""
+    """Index of the data set in the loader's list, from 0."""
     position: int
     """Position of the first sample in the order, which seeds the batch's random numbers."""
     indices: list[int]
@@ -44,10 +44,14 @@ class BatchIndices(NamedTuple):
 class ShuffledOrder:
     """Sequence of permutations of `range(num_samples)`, a different one for every epoch.
 
-    A permutation is a Feistel network over pairs of digits in base a = ceil(sqrt(n)), keyed by seed and
-    epoch. Values in [n, a * a), of which there are at most 2 * sqrt(n), pass the network again until they are
-    below n (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: generalized Feistel and cycle
-    walking).
+    A permutation of n = `num_samples` values is a Feistel network over pairs of digits in base
+    a = ceil(sqrt(n)), keyed by seed and epoch. The values in [n, a * a), at most 2 * sqrt(n) of them, pass
+    the network again until they are below n (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002:
+    generalized Feistel and cycle walking).
+
+    Args:
+        num_samples: Number of samples, at least 1.
+        seed: Seed of the permutations.
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
@@ -70,51 +74,55 @@ class ShuffledOrder:
     def _permute(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Pass values in [0, base * base) through the network once."""
         left, right = np.divmod(values, self._base)
-        for turn in range(ROUNDS):
-            drawn = scramble(right ^ (keys + np.uint64(turn))) % self._base
+        for round_number in range(NETWORK_ROUNDS):
+            drawn = scramble(right ^ (keys + np.uint64(round_number))) % self._base
             left, right = right, (left + drawn) % self._base
         return left * self._base + right
 
 
 class LeftOutPositions:
-    """Ranges of a run's positions that no step takes; the steps before and after them are unchanged.
+    """Ranges of a run's positions that no step takes.
 
-    A rollback adds such ranges. They are stored with the position in each checkpoint.
+    A step that would overlap a range begins after it. A rollback adds ranges. Each checkpoint stores them.
 
     Args:
-        stretches: Ranges [first, last), in any order; they may overlap.
+        ranges: Ranges [first, last), in any order; they may overlap.
+
+    Attributes:
+        ranges: The different ranges, sorted.
     """
 
-    def __init__(self, stretches: Iterable[Sequence[int]] = ()) -> None:
-        self.stretches = tuple(sorted({(int(first), int(last)) for first, last in stretches}))
+    def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
+        self.ranges = tuple(sorted({(int(first), int(last)) for first, last in ranges}))
 
-    def start(self, position: int, size: int) -> int:
-        """Return the first position at or after `position` at which `size` samples can be taken."""
-        for first, last in self.stretches:
+    def find_start(self, position: int, size: int) -> int:
+        """Return the first position at or after `position` at which a step of `size` samples can begin."""
+        for first, last in self.ranges:
             if position + size > first and position < last:
                 position = last
         return position
 
-    def starts(self, position: int, size: int, count: int) -> NDArray[np.int64]:
+    def find_starts(self, position: int, size: int, count: int) -> NDArray[np.int64]:
         """Return the first positions (count,) of the next `count` steps of `size` samples."""
-        if not any(last > position for _, last in self.stretches):
+        if not any(last > position for _, last in self.ranges):
             return position + np.arange(count) * size
-        found = []
+        starts = []
         for _ in range(count):
-            found.append(self.start(position, size))
-            position = found[-1] + size
-        return np.array(found)
+            start = self.find_start(position, size)
+            starts.append(start)
+            position = start + size
+        return np.array(starts)
 
 
 NONE_LEFT_OUT = LeftOutPositions()
 
 
 class EvalSampler:
-    """One rank's batches of several data sets, in order, with equally many batches on every rank.
+    """Yields the samples of one rank's batches, data set by data set; every rank gets equally many batches.
 
-    In global micro-batch b of a data set, rank r gets the samples from (b * dp_world_size + r) * micro on. A
-    rank without samples left gets sample 0, so that it takes part in the collectives of the forward pass;
-    `is_real` is false for that batch.
+    Batch b of data-parallel rank r has the samples of a data set from
+    (b * dp_world_size + r) * micro_batch_size on. A rank without samples left gets sample 0, so that it takes
+    part in the collectives of the forward pass; `is_real` is false for that batch.
 
     Args:
         sizes: Number of samples to evaluate in each data set.
@@ -132,9 +140,9 @@ class EvalSampler:
         self._first = dp_rank * micro_batch_size
         self._stride = dp_world_size * micro_batch_size
 
-    def is_real(self, draw: BatchIndices) -> bool:
-        """Return whether a batch has samples of this rank, and is to be counted."""
-        return draw.position < self._sizes[draw.dataset]
+    def is_real(self, selection: BatchIndices) -> bool:
+        """Return whether the samples of a batch are this rank's own, and count in the mean."""
+        return selection.position < self._sizes[selection.dataset]
 
     def __iter__(self) -> Iterator[BatchIndices]:
         for dataset, size in enumerate(self._sizes):
@@ -143,53 +151,65 @@ class EvalSampler:
                 yield BatchIndices(dataset, first, indices or [0])
 
 
-COUNTED_AT_ONCE = 1 << 16  # positions per call, for a few MB of temporary arrays
+POSITIONS_PER_COUNT = 1 << 16  # positions counted at once, with a few MB of temporary arrays
 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """Size of a source, and its share of the samples that are drawn."""
+    """Size of a source, and its share of the samples that are drawn.
+
+    The data set concatenates the samples of all sources.
+    """
 
     name: str
+    """Name of the source in metrics and messages."""
     num_samples: int
-    """Number of samples; the data set concatenates those of all sources."""
+    """Number of different samples, over all ranks."""
     weight: float | None = None
-    """Share of the drawn samples, relative to the other weights; `None` for all sources or for none."""
+    """Share of the drawn samples, relative to the other weights. Either all sources have a weight, or all
+    have `None` and are drawn by `epochs`."""
     epochs: float = 1.0
-    """Number of passes over the source in an epoch of the mixture, if there are no weights."""
+    """Number of passes over the source in an epoch of the mixture. Ignored if there are weights."""
 
 
 class MixtureOrder:
     """Order of the samples of several sources, drawn by their shares and different in every epoch.
 
-    A permutation maps a position in epoch e to a slot. Slots are divided among the sources. Slot k of a
-    source is position e * share + k in the source's own order, which maps it to a sample. So all samples of a
-    source are drawn before one is repeated, over as many epochs of the mixture as that takes. A single source
-    has the order of ShuffledOrder. Memory and start-up time are O(number of sources).
+    A permutation maps a position in epoch e to a slot of that epoch. The slots are divided among the sources:
+    a source with s slots per epoch maps its slot k to position e * s + k of its own ShuffledOrder. So all
+    samples of a source are drawn before one is repeated, over as many epochs of the mixture as that takes. A
+    single source has the order of ShuffledOrder. Memory and start-up time are O(number of sources).
 
     Args:
         sources: Sources in the order of the data set.
         seed: Seed of the permutations.
 
+    Attributes:
+        names: Names of the sources.
+        sources: Name and number of samples of each source.
+        num_samples: Number of different samples of all sources.
+        samples_per_epoch: Number of samples drawn in an epoch of the mixture.
+
     Raises:
-        DataError: There are no samples, or a source with a weight has none.
+        DataError: There are no samples, a source with a weight has none, or all weights are 0.
     """
 
     def __init__(self, sources: Sequence[SourceShare], seed: int) -> None:
         drawn = count_drawn_per_epoch(sources)
-        self._describe(sources, sum(drawn))
+        self._set_sources(sources, sum(drawn))
         self._drawn = np.array(drawn, dtype=np.int64)  # (sources,) samples drawn per epoch
         self._slots = np.cumsum([0, *drawn])  # first slot of each source, and the number of slots
-        self._active = [number for number, count in enumerate(drawn) if count]
-        alone = len(self._active) == 1
-        self._slot_order = None if alone else ShuffledOrder(self.samples_per_epoch, seed)
-        self._orders = {  # different seeds, or two sources of equal size would have the same order
-            number: ShuffledOrder(sources[number].num_samples, seed if alone else derive_seed(seed, number))
-            for number in self._active
-        }
+        self._active = [number for number, count in enumerate(drawn) if count]  # sources that are drawn
+        is_single = len(self._active) == 1
+        self._slot_order = None if is_single else ShuffledOrder(self.samples_per_epoch, seed)
+        self._orders = {}
+        for number in self._active:
+            # With one seed for all, two sources of equal size would have the same order.
+            seed_of_source = seed if is_single else derive_seed(seed, number)
+            self._orders[number] = ShuffledOrder(sources[number].num_samples, seed_of_source)
 
-    def _describe(self, sources: Sequence[SourceShare], samples_per_epoch: int) -> None:
-        """Set the attributes that depend on the sources alone."""
+    def _set_sources(self, sources: Sequence[SourceShare], samples_per_epoch: int) -> None:
+        """Set the public attributes, and the offset of each source in the data set."""
         self.names = tuple(source.name for source in sources)
         self.sources = tuple((source.name, source.num_samples) for source in sources)
         self.num_samples = sum(source.num_samples for source in sources)
@@ -197,61 +217,63 @@ class MixtureOrder:
         self._offsets = np.cumsum([0] + [source.num_samples for source in sources])
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return indices into the data set of all sources at `positions` (any shape) of the run."""
+        """Return the indices in the data set of the samples at `positions` (any shape), in the same shape."""
         if self._slot_order is None:
             (number,) = self._active
             return self._orders[number].samples_at(positions) + self._offsets[number]
         flat = positions.reshape(-1)
-        sources, own = self._locate(flat)
+        sources, positions_in_source = self._locate(flat)
         by_source = np.argsort(sources, kind="stable")
-        ends = np.cumsum(np.bincount(sources, minlength=len(self.names)))
+        bounds = np.cumsum([0, *np.bincount(sources, minlength=len(self.names))])
         samples = np.empty_like(flat)
-        for number in self._orders:
-            chosen = by_source[ends[number - 1] if number else 0 : ends[number]]
+        for number, order in self._orders.items():
+            chosen = by_source[bounds[number] : bounds[number + 1]]
             if len(chosen):
-                samples[chosen] = self._orders[number].samples_at(own[chosen]) + self._offsets[number]
+                samples[chosen] = order.samples_at(positions_in_source[chosen]) + self._offsets[number]
         return samples.reshape(positions.shape)
 
     def count(self, first: int, last: int) -> NDArray[np.int64]:
         """Return the number of positions in [first, last) that draw from each source: (sources,).
 
-        Whole epochs are computed directly; other positions are counted, some 10 million per second.
+        Takes no time for full epochs. Other positions are counted one by one, about 10 million per second.
         """
         counts = np.zeros_like(self._drawn)
         if self._slot_order is None:
             counts[self._active] = last - first
             return counts
         while first < last:
-            left = self.samples_per_epoch - first % self.samples_per_epoch
-            if left == self.samples_per_epoch <= last - first:
-                epochs = (last - first) // self.samples_per_epoch
+            epoch_end = first + self.samples_per_epoch - first % self.samples_per_epoch
+            epochs = (last - first) // self.samples_per_epoch
+            if first % self.samples_per_epoch == 0 and epochs > 0:
                 counts += epochs * self._drawn
                 first += epochs * self.samples_per_epoch
                 continue
-            stop = min(last, first + left, first + COUNTED_AT_ONCE)
+            stop = min(last, epoch_end, first + POSITIONS_PER_COUNT)
             sources, _ = self._locate(np.arange(first, stop))
             counts += np.bincount(sources, minlength=len(counts))
             first = stop
         return counts
 
     def check_counts(self, samples_seen: int, counts: Mapping[str, int]) -> None:
-        """Check the sample counts in a checkpoint. Nothing to check here; see CurriculumOrder."""
+        """Accept the sample counts in a checkpoint; CurriculumOrder overrides this with a check."""
 
-    def _locate(self, flat: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source of each position (N,), and its position in the source's own order."""
+    def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the number of the source at each position (N,), and the position in the source's order."""
         assert self._slot_order is not None
-        slots = self._slot_order.samples_at(flat)
+        slots = self._slot_order.samples_at(positions)
         sources = np.searchsorted(self._slots, slots, side="right") - 1
-        return sources, flat // self.samples_per_epoch * self._drawn[sources] + slots - self._slots[sources]
+        epochs = positions // self.samples_per_epoch
+        return sources, epochs * self._drawn[sources] + slots - self._slots[sources]
 
 
 def count_drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
     """Return the number of samples drawn from each source in an epoch, by its `epochs` or its weight.
 
-    Shares by weight are rounded by largest remainder, so that they add up and weight 0 draws nothing.
+    With weights, an epoch has as many samples as the data set. The shares are rounded by largest remainder,
+    so that they add up and weight 0 draws nothing.
 
     Raises:
-        DataError: There are no samples, or a source with a weight has none.
+        DataError: There are no samples, a source with a weight has none, or all weights are 0.
     """
     total = sum(source.num_samples for source in sources)
     if total == 0:
@@ -265,16 +287,15 @@ def count_drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
     for source in sources:
         if source.weight and not source.num_samples:
             raise DataError(
-                f"data.sources: {source.name} has weight {source.weight:g} and not one training sample; "
-                "add documents to it, or remove it"
+                f"data.sources: {source.name} has weight {source.weight:g} and no training sample; "
+                "add documents to the source, or remove it"
             )
-    exact = [
-        Fraction(weight or 0.0) for weight in weights
-    ]  # a float product of 10**12 samples would be rounded
-    whole = sum(exact)
-    if whole == 0:
+    # Fractions, because a float product of 10**12 samples would be rounded.
+    exact_weights = [Fraction(weight or 0.0) for weight in weights]
+    total_weight = sum(exact_weights)
+    if total_weight == 0:
         raise DataError("data.sources: the weights sum to 0; give at least one source a weight above 0")
-    shares = [total * weight / whole for weight in exact]
+    shares = [total * weight / total_weight for weight in exact_weights]
     drawn = [int(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda number: drawn[number] - shares[number])
     for number in by_remainder[: total - sum(drawn)]:
@@ -283,23 +304,41 @@ def count_drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
 
 
 class SourceCounts:
-    """Exact number of samples drawn from each source so far over all ranks, computed on every rank."""
+    """Exact number of samples drawn from each source so far over all ranks.
+
+    Every rank computes the same counts, so no communication is needed.
+    """
 
     def __init__(self, order: MixtureOrder) -> None:
         self._order = order
         self.seek(0, None)
 
     def seek(self, samples_seen: int, counts: Mapping[str, int] | None) -> None:
-        """Continue from a checkpoint's counts; without valid counts, the next call counts from the start."""
+        """Continue from the counts in a checkpoint.
+
+        Args:
+            samples_seen: Position of the checkpoint.
+            counts: Samples by source. If they are `None`, have other sources or another sum, the next call of
+                `count_up_to` counts from the start.
+
+        Raises:
+            DataError: The weights of `data.curriculum` give other counts.
+        """
         self._counted = 0  # number of positions that `_counts` covers
         self._counts = np.zeros(len(self._order.names), dtype=np.int64)
-        if counts and set(counts) == set(self._order.names) and sum(counts.values()) == samples_seen:
+        if not counts:
+            return
+        has_same_sources = set(counts) == set(self._order.names)
+        if has_same_sources and sum(counts.values()) == samples_seen:
             self._order.check_counts(samples_seen, counts)
             self._counted = samples_seen
             self._counts = np.array([counts[name] for name in self._order.names], dtype=np.int64)
 
     def count_up_to(self, samples_seen: int) -> dict[str, int]:
-        """Return the counts by source of the first `samples_seen` samples, which must not decrease."""
+        """Return the counts by source of the first `samples_seen` samples.
+
+        `samples_seen` must not be below the value of an earlier call, except after `seek`.
+        """
         self._counts = self._counts + self._order.count(self._counted, samples_seen)
         self._counted = samples_seen
         return dict(zip(self._order.names, self._counts.tolist(), strict=True))

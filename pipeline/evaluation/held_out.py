@@ -33,14 +33,14 @@ def build_eval_loader(
     return EvalLoader(
         {**data.eval, **data.eval_sets},
         data.collate,
-        total=data.eval,
+        names_in_mean=data.eval,
         micro_batch_size=plan.micro_batch_size,
         dp_rank=engine.dp_rank,
         dp_world_size=engine.dp_world_size,
         max_samples=config.eval.max_samples,
         num_workers=config.loader.num_workers,
         pin_memory=engine.device.type == "cuda",
-        num_words=get_vocabulary_size(engine.module) if config.model.language_model is not None else None,
+        vocab_size=get_vocabulary_size(engine.module) if config.model.language_model is not None else None,
     )
 
 
@@ -50,7 +50,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the means over the held-out data, equal for any number of ranks. Collective.
 
-    `eval/loss` is the exact mean over all sets of `loader.total` together, and so are the objective's further
+    `eval/loss` is the exact mean over all sets of `loader.names_in_mean` together, and so are the objective's further
     means, such as `eval/accuracy`. If losses are counted per token, `eval/perplexity` is added. With several
     sets, the same means of each set are added as `eval/<set>/...`. If no target counts, the loss is NaN, and
     `targets` with the value 0 is added.
@@ -92,7 +92,7 @@ def evaluate(
         sums[name] += torch.stack([values.get(key, zero).to(engine.device, torch.float64) for key in keys])
     global_sums = job.all_reduce_sum(torch.stack(list(sums.values())))  # (sets, keys)
     sums_by_name = dict(zip(loader.names, global_sums, strict=True))
-    total = torch.stack([sums_by_name[name] for name in loader.total]).sum(dim=0)
+    total = torch.stack([sums_by_name[name] for name in loader.names_in_mean]).sum(dim=0)
     row = _compute_means("eval/", dict(zip(keys, total, strict=True)), objective)
     if objective.unit == "tokens":
         row["eval/perplexity"] = math.exp(min(row["eval/loss"], 700.0))  # a larger exponent would overflow

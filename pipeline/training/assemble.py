@@ -629,7 +629,7 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
         dp_world_size=engine.dp_world_size,
         seed=config.seed,
         num_workers=config.loader.num_workers,
-        num_words=get_vocabulary_size(engine.module) if config.model.language_model is not None else None,
+        vocab_size=get_vocabulary_size(engine.module) if config.model.language_model is not None else None,
         left_out=config.loader.leave_out,
     )
 

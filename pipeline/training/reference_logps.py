@@ -117,7 +117,7 @@ def _build_row_loader(rows: ReferenceRows, engine: Engine) -> EvalLoader:
     return EvalLoader(
         {"training rows": data.train, **data.eval, **data.eval_sets},
         data.collate,
-        total=(),
+        names_in_mean=(),
         micro_batch_size=rows.micro_batch_size,
         dp_rank=engine.dp_rank,
         dp_world_size=engine.dp_world_size,

@@ -183,7 +183,7 @@ def test_a_mistake_in_a_curriculum_names_it_and_the_step():
 def test_a_source_without_samples_has_no_weight():
     sources = (SourceShare("a", 40), SourceShare("b", 0))
     check_same_curriculum(ALONE, bundle(text_config(1.0, {20: 0.0, 30: 1.0}), sources), 20)
-    with pytest.raises(DataError, match=r"b has weight 0\.1 at step 21 and not one training sample"):
+    with pytest.raises(DataError, match=r"b has weight 0\.1 at step 21 and no training sample"):
         check_same_curriculum(ALONE, bundle(text_config(1.0, {20: 0.0, 30: 1.0}), sources), 40)
 
 

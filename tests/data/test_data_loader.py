@@ -68,7 +68,7 @@ def train_loader(dataset, **changes):
 
 def eval_loader(dataset, **changes):
     settings = {
-        "total": (),
+        "names_in_mean": (),
         "micro_batch_size": 2,
         "dp_rank": 0,
         "dp_world_size": 1,
@@ -207,8 +207,8 @@ def test_evaluation_stops_at_max_samples_whatever_the_number_of_ranks():
 def test_several_sets_come_one_behind_the_other(num_workers):
     sets = {"long": Numbers(9), "short": Numbers(1)}
     loader = eval_loader(sets, max_samples=5, num_workers=num_workers)
-    assert (loader.names, loader.total) == (("long", "short"), ("long", "short"))
-    assert eval_loader(sets, total=["short"]).total == ("short",)
+    assert (loader.names, loader.names_in_mean) == (("long", "short"), ("long", "short"))
+    assert eval_loader(sets, names_in_mean=["short"]).names_in_mean == ("short",)
     for _ in range(2):
         seen = [(name, batch["number"].tolist()) for name, batch, _ in loader]
         assert seen == [("long", [0, 1]), ("long", [2, 3]), ("long", [4]), ("short", [0])]
@@ -218,10 +218,10 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_sample():
     """Wherever the batch is read, also by a worker: on a GPU the kernel would end the process."""
     for workers in (0, 1):
         sources = [[("one", 3), ("other", 9)]]
-        fetch = BatchReader([Words()], stack_samples, 0, is_training=False, sources=sources, num_words=10)
+        fetch = BatchReader([Words()], stack_samples, 0, is_training=False, sources=sources, vocab_size=10)
         draws = [BatchIndices(0, 0, [0, 1]), BatchIndices(0, 2, [4, 5])]
         right, wrong = read_batches(fetch, draws, workers, pin_memory=False, persistent=False)
         assert raise_if_error(right)["input_ids"].shape == (2, 3)
         assert raise_if_error(right).origin.value_ranges == {"input_ids": (0, 0, 9)}
-        with pytest.raises(DataError, match=r"has 10 \(sample 2 of other\), and the model knows 10 words"):
+        with pytest.raises(DataError, match=r"has 10 \(sample 2 of other\), and the model has 10 token ids"):
             raise_if_error(wrong)
