@@ -74,7 +74,7 @@ class PreferenceRows(PaddedRows):
         answer_length: int | None = None,
     ) -> None:
         super().__init__([store], sequence_length, True, end_id)
-        examples = _read_examples(store, self._first)
+        examples = _read_examples(store, self._first_tokens)
         found = examples.find_own_segments()
         self.mismatched_cut = 0
         if mismatched:
@@ -103,15 +103,15 @@ class PreferenceRows(PaddedRows):
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return a batch of these rows."""
-        placed = self._place(indices)
-        pair = self._fill(placed)
+        placed = self._place_pieces(indices)
+        pair = self._read_pieces(placed)
         kinds = self._kinds[placed.pieces]
         begins = kinds > 0
         inputs, labels = pair.reshape(2, -1)
         # The last token of a prompt predicts the first token of another example's answer.
         joins = placed.places[~begins]
         labels[joins - 1] = inputs[joins]
-        batch = self._batch(pair, np.concatenate([placed.places[begins], placed.row_ends]))
+        batch = self._make_batch(pair, np.concatenate([placed.places[begins], placed.row_ends]))
         before = compute_offsets(np.bincount(placed.of_row, begins, placed.rows))[:-1]
         number = np.cumsum(begins) - 1 - before[placed.of_row]
         batch["position_ids"] %= self.longest
