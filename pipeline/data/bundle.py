@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Collate = Callable[[Any], Any]
+"""Function that makes a batch of a list of samples, or of the result of `__getitems__`."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,26 @@ class DataBundle:
     Attributes:
         train: Map-style data set (`__len__`, `__getitem__`) of training samples (see batches.py). The random
             generators of torch, numpy and Python are seeded for each batch, which takes 0.1 ms. A data set
-            with `is_deterministic = True` draws no random numbers, and is read without seeding. If it has
-            `augmented(index, draw)`, training samples come from that method: `draw` is a random 64-bit
-            number that follows from the sample's position in the run.
+            with the attribute `is_deterministic = True` is read without seeding; it must draw no random
+            numbers. If it has a method `augmented(index, seed)`, training samples come from that method:
+            `seed` is a random 64-bit number that follows from the sample's position in the run.
         eval: Held-out data sets by name, such as one for each source; may be empty.
         collate: Function that makes a batch (see batches.as_batch) of the result of `__getitems__`, or of a
             list of results of `__getitem__`.
         tokenizer: Tokenizer of text data; `None` for other kinds.
         vocab_size: Upper bound of token ids (exclusive), special tokens included; `None` without text.
         num_classes: Upper bound of labels (exclusive); `None` except for classification.
-        fingerprint: Text that changes with the samples or their order, so that a resumed run can compare it.
+        fingerprint: Text that changes with the samples or their order. A resumed run compares it with the one
+            in the checkpoint.
         mixture: Sources of `train`, in its order; empty for a single source.
         num_channels: Channels of the images; `None` for other kinds.
-        longest: Largest number of tokens with consecutive positions; `None` if that is a whole sequence.
+        longest_segment: Tokens of the longest segment with consecutive positions in preference data; `None`
+            for other kinds, where positions may count through a whole sequence.
         eval_sets: Further evaluation sets by name, which are not part of `eval/loss`.
-        answers: Number of judged training answers by kind (see preference_layouts.py); empty if not known.
-        weights_at: Function from step to the weights of the sources (see curriculum.py); `None` if the
-            weights are constant.
+        answer_counts: Number of judged training answers by kind (see preference_layouts.py); empty if not
+            known.
+        weights_at: Function from the number of completed steps to the weights of the sources (see
+            curriculum.py); `None` if the weights are constant.
     """
 
     train: Dataset[Any]
@@ -54,14 +58,14 @@ class DataBundle:
     fingerprint: str
     mixture: tuple[SourceShare, ...] = ()
     num_channels: int | None = None
-    longest: int | None = None
+    longest_segment: int | None = None
     eval_sets: Mapping[str, Dataset[Any]] = field(default_factory=dict)
-    answers: Mapping[int, int] = field(default_factory=dict)
+    answer_counts: Mapping[int, int] = field(default_factory=dict)
     weights_at: Callable[[int], Sequence[float]] | None = None
 
     @property
     def sources(self) -> tuple[SourceShare, ...]:
-        """Sources of `train`; a single one if there is no mixture."""
+        """Sources of `train`: those of the mixture, or a single one called `train`."""
         return self.mixture or (SourceShare("train", len(self.train)),)  # type: ignore[arg-type]
 
 
@@ -86,15 +90,16 @@ class JoinedDataset(Dataset[Batch]):
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return a batch of these rows in the order of `indices`; each tensor is (B, ...)."""
         rows = np.asarray(indices)
-        owners = np.searchsorted(self._ends, rows, side="right")
-        batch: dict[str, Tensor] = {}
-        for number in np.unique(owners).tolist():
-            mine = owners == number
+        dataset_of_row = np.searchsorted(self._ends, rows, side="right")
+        joined: dict[str, Tensor] = {}
+        for number in np.unique(dataset_of_row).tolist():
+            is_selected = dataset_of_row == number
             dataset = self.datasets[number]
-            part: Batch = dataset.__getitems__((rows[mine] - self._ends[number] + len(dataset)).tolist())
-            if mine.all():
-                return part
-            for key, tensor in part.items():
-                whole = batch.setdefault(key, tensor.new_empty((len(rows), *tensor.shape[1:])))
-                whole.numpy()[mine] = tensor.numpy()  # torch would start all its threads for a few kB
-        return batch
+            first_row = self._ends[number] - len(dataset)
+            batch: Batch = dataset.__getitems__((rows[is_selected] - first_row).tolist())
+            if is_selected.all():
+                return batch
+            for key, tensor in batch.items():
+                target = joined.setdefault(key, tensor.new_empty((len(rows), *tensor.shape[1:])))
+                target.numpy()[is_selected] = tensor.numpy()  # torch would start all its threads for a few kB
+        return joined

@@ -17,19 +17,22 @@ from pipeline.data.bundle import Collate, DataBundle
 from pipeline.data.random_numbers import isolate_random_numbers
 from pipeline.errors import DataError
 
-BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
+# Kinds of parameters that take a positional argument.
+POSITIONAL_KINDS = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
 
 
 def prepare_custom(config: CustomDataConfig) -> DataBundle:
     """Return the data sets from `function("train", **args)` and `function("eval", **args)`.
 
     For `"eval"` the function may return a dict of data sets by name; `eval/loss` is then the mean over all of
-    them. The attributes `collate_fn` (or `collate`), `vocab_size`, `num_classes` and `num_channels` of the
-    training set are used if it has them. For a Subset, those of the underlying data set are used.
+    them. If it returns `None`, there is no evaluation. The attributes `collate_fn` (or `collate`),
+    `vocab_size`, `num_classes` and `num_channels` of the training set are used if it has them. For a Subset,
+    the attributes of the underlying data set are used.
 
     Raises:
-        DataError: There is no such function, the arguments do not fit, or it returned no data set of known
-            length. An exception of the function itself keeps its type and traceback.
+        DataError: There is no such function, the arguments do not fit, it did not return map-style data sets
+            with samples, or a name or the collate function is invalid. An exception of the function itself
+            keeps its type and traceback.
     """
     function = import_object(config.kind, DataError)
     train = call_for_split(function, "train", config)
@@ -43,7 +46,7 @@ def prepare_custom(config: CustomDataConfig) -> DataBundle:
         if not isinstance(name, str) or not re.match(SOURCE_NAME, name):
             raise DataError(
                 f'data.kind {config.kind}: the "eval" data sets are called {", ".join(map(repr, held_out))}; '
-                "a name is letters, digits and _ . -"
+                "a name may have letters, digits and _ . -"
             )
         check_dataset(dataset, '"eval"' if len(held_out) == 1 else f'"eval" ({name})', config)
     return DataBundle(
@@ -59,7 +62,10 @@ def prepare_custom(config: CustomDataConfig) -> DataBundle:
 
 
 def call_for_split(function: Callable[..., Any], split: str, config: CustomDataConfig) -> Any:
-    """Call the function for `split`, and return its result.
+    """Call the user's function for `split`, `train` or `eval`, and return its result.
+
+    The function draws the same random numbers on every rank and after a restart. The generators' states are
+    restored afterwards.
 
     Raises:
         DataError: The function does not take these arguments, or it calls `sys.exit`.
@@ -74,15 +80,15 @@ def call_for_split(function: Callable[..., Any], split: str, config: CustomDataC
         except TypeError as mismatch:
             name = config.kind.partition(":")[2]
             given = ", ".join([f'"{split}"', *config.args])
-            takes_split = any(p.kind in BY_POSITION for p in signature.parameters.values())
-            cure = "change data.args"
-            if not takes_split:
-                cure = f'it is called as {name}("{split}"): write def {name}(split)'
+            takes_split = any(each.kind in POSITIONAL_KINDS for each in signature.parameters.values())
+            if takes_split:
+                advice = "change data.args"
+            else:
+                advice = f'it is called as {name}("{split}"): write def {name}(split)'
             raise DataError(
                 f"data.kind {config.kind}: {name}{signature} cannot be called with ({given}): {mismatch}; "
-                f"{cure}"
+                f"{advice}"
             ) from None
-    # The function draws the same random numbers on every rank and after a restart.
     with (
         isolate_random_numbers(0 if split == "train" else 1),
         exit_as_error(f"data.kind {config.kind}", DataError),
@@ -93,24 +99,34 @@ def call_for_split(function: Callable[..., Any], split: str, config: CustomDataC
 def check_dataset(dataset: Any, role: str, config: CustomDataConfig) -> None:
     """Check that `dataset` is a map-style data set with samples.
 
+    Args:
+        dataset: What the user's function returned.
+        role: Split of the data set for messages, such as `"train"` (with the quotes).
+        config: Configuration that names the function.
+
     Raises:
-        DataError: It is not map-style, or it is empty.
+        DataError: It is not map-style, or it is empty. An exception of the user's `__len__` keeps its type
+            and traceback.
     """
     start = f"data.kind {config.kind}: returned a {type(dataset).__name__} for {role}"
     expected = "expected a map-style torch Dataset: samples by index, and their number"
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing:
-        hint = ": return the data set, and the batches are made for you" * isinstance(dataset, DataLoader)
+        is_loader = isinstance(dataset, DataLoader)
+        hint = ": return the data set, and the batches are made for you" if is_loader else ""
         raise DataError(f"{start}, which has no {' and no '.join(missing)}; {expected}{hint}")
-    if isinstance(dataset, (IterableDataset, Mapping, tuple, str)) or type(dataset).__name__ == "DataFrame":
+    is_data_frame = type(dataset).__name__ == "DataFrame"  # of pandas or polars, which are not imported
+    if is_data_frame or isinstance(dataset, (IterableDataset, Mapping, tuple, str)):
         raise DataError(f"{start}; {expected} (of tensors: TensorDataset(x, y); or a list of samples)")
     try:
         length = len(dataset)
     except (TypeError, ValueError, OverflowError) as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise  # the user's __len__ failed: keep its traceback
+        # A second frame in the traceback belongs to the user's __len__: the exception came from its code.
+        is_raised_by_len = error.__traceback__ is None or error.__traceback__.tb_next is not None
+        if is_raised_by_len:
+            raise
         raise DataError(
-            f"data.kind {config.kind}: len() of the data set for {role}: {error}; its __len__ has to "
+            f"data.kind {config.kind}: len() of the data set for {role}: {error}; its __len__ must "
             "return the number of samples"
         ) from None
     if length == 0:
@@ -118,35 +134,35 @@ def check_dataset(dataset: Any, role: str, config: CustomDataConfig) -> None:
 
 
 def _find_attribute(dataset: Any, name: str) -> Any:
-    """Return an attribute of the data set, or of the data set that it is a Subset of; else `None`."""
+    """Return an attribute of the data set, or of the data set under a Subset; `None` if there is none."""
     while not hasattr(dataset, name) and isinstance(dataset, Subset):
         dataset = dataset.dataset
     return getattr(dataset, name, None)
 
 
 def _find_collate(dataset: Any, config: CustomDataConfig) -> Collate:
-    """Return the collate function of the recipe or the data set; by default, the one that stacks samples.
+    """Return the collate function of the recipe, else of the data set, else the one that stacks samples.
 
     Raises:
-        DataError: The function does not take a list of samples.
+        DataError: `data.collate_fn` names no function, or the function does not take a list of samples.
     """
-    own = _find_attribute(dataset, "collate_fn") or _find_attribute(dataset, "collate")
+    collate = _find_attribute(dataset, "collate_fn") or _find_attribute(dataset, "collate")
     where = f"data.kind {config.kind}: the data set's collate_fn"
     if config.collate_fn is not None:
-        own = import_object(config.collate_fn, DataError)
+        collate = import_object(config.collate_fn, DataError)
         where = f"data.collate_fn: {config.collate_fn}"
-    if own is None:
+    if collate is None:
         return collate_items
-    if not callable(own):
-        raise DataError(f"{where} is a {type(own).__name__}; expected a function of a list of samples")
+    if not callable(collate):
+        raise DataError(f"{where} is a {type(collate).__name__}; expected a function of a list of samples")
     try:
-        inspect.signature(own).bind([])
+        inspect.signature(collate).bind([])
     except TypeError as mismatch:
         raise DataError(
-            f"{where}{inspect.signature(own)} cannot be called with a list of samples: {mismatch} (inside a "
-            "class it is a @staticmethod, or has self)"
+            f"{where}{inspect.signature(collate)} cannot be called with a list of samples: {mismatch} (if "
+            "it is defined in a class, write @staticmethod or the parameter self)"
         ) from None
     except ValueError:
         pass  # a callable written in C may have no signature
-    collate: Collate = own
-    return collate
+    checked: Collate = collate
+    return checked

@@ -16,13 +16,14 @@ from pipeline.data.batches import collate_items
 from pipeline.data.bundle import Batch, DataBundle
 
 NUM_CLASSES = 10
+MAX_PIXEL_VALUE = 16.0  # in the images of scikit-learn, which count black dots in fields of 4 x 4
 SPLIT_SEED = 20240229  # constant, so that all runs have the same split
 
 
 class DigitsDataset(Dataset[Batch]):
     """Images in memory; items have `inputs` (1, H, W) float32 from 0 to 1, and `labels` () int64."""
 
-    is_deterministic = True
+    is_deterministic = True  # draws no random numbers
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images = images  # (N, 1, H, W)
@@ -41,7 +42,7 @@ class DigitsDataset(Dataset[Batch]):
 
 
 def prepare_digits(config: DigitsDataConfig) -> DataBundle:
-    """Return 1,797 images of 8 x 8 pixels in two splits with the same share of every class.
+    """Return 1,797 images of 8 x 8 pixels, split so that every class has about the same share held out.
 
     Raises:
         ConfigError: scikit-learn is not installed.
@@ -50,9 +51,9 @@ def prepare_digits(config: DigitsDataConfig) -> DataBundle:
     from sklearn.datasets import load_digits  # importing it takes 1.7 s
 
     digits = load_digits()
-    images = torch.from_numpy(digits.images / 16.0).float().unsqueeze(1)  # (N, 1, 8, 8)
+    images = torch.from_numpy(digits.images / MAX_PIXEL_VALUE).float().unsqueeze(1)  # (N, 1, 8, 8)
     labels = torch.from_numpy(digits.target).long()
-    train_rows, eval_rows = stratified_split(labels.numpy(), config.eval_fraction)
+    train_rows, eval_rows = split_by_class(labels.numpy(), config.eval_fraction)
     return DataBundle(
         train=DigitsDataset(images[train_rows], labels[train_rows]),
         eval={"digits": DigitsDataset(images[eval_rows], labels[eval_rows])},
@@ -65,13 +66,21 @@ def prepare_digits(config: DigitsDataConfig) -> DataBundle:
     )
 
 
-def stratified_split(
+def split_by_class(
     labels: NDArray[np.int64], eval_fraction: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sorted row numbers of both splits; each split has at least one row of every class."""
+    """Return the sorted row numbers of the training and the evaluation split.
+
+    Each split has at least one row of every class.
+
+    Args:
+        labels: (N,) class numbers, with at least two rows of every class.
+        eval_fraction: Share of the rows of every class to hold out.
+    """
     rng = np.random.default_rng(SPLIT_SEED)
-    held_out = np.zeros(len(labels), dtype=bool)
+    is_held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         rows = rng.permutation(np.flatnonzero(labels == label))
-        held_out[rows[: min(max(round(eval_fraction * len(rows)), 1), len(rows) - 1)]] = True
-    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        count = min(max(round(eval_fraction * len(rows)), 1), len(rows) - 1)
+        is_held_out[rows[:count]] = True
+    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)

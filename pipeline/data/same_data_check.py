@@ -1,7 +1,8 @@
 """Compares the data sets of all ranks by a few samples of each.
 
-Data that this package prepares has a fingerprint of its content. For a custom data set only the arguments are
-known, and two machines may have different files under the same path.
+Data that this package prepares has a fingerprint of its content. A custom data set has a fingerprint of its
+function and its size alone, and two machines may have different files under the same path. So some samples of
+it are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pipeline.errors import DataError
 
 log = logging.getLogger(__name__)
 
-SAMPLES_COMPARED = 5  # samples that are read of a data set: the first, and random ones that its length seeds
+SAMPLES_COMPARED = 5  # samples of a data set that are read: the first one, and random ones
 
 
 def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
@@ -31,8 +32,8 @@ def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
     Args:
         job: The ranks to compare.
         data: Data of this rank.
-        is_custom: Whether the data sets are the user's own. Then some samples are read and compared, unless a
-            sample differs each time it is read.
+        is_custom: Whether the data sets are the user's own. Then some samples are read and compared. If a
+            sample differs each time it is read, this is logged and no difference is an error.
 
     Raises:
         DataError: A rank has other data, such as from a machine with different files; raised on every rank.
@@ -40,43 +41,49 @@ def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
     if job.ranks.world_size == 1:
         return
     digests = digest_samples(data) if is_custom else []
-    of_all_ranks = job.gather_object((platform.node(), data.fingerprint, digests))
-    first_host, first_fingerprint, first_digests = of_all_ranks[0]
-    for rank, (host, fingerprint, its_digests) in enumerate(of_all_ranks):
-        where = find_first_difference(first_digests, its_digests)
-        if where is None and fingerprint == first_fingerprint:
+    gathered = job.gather_object((platform.node(), data.fingerprint, digests))
+    first_host, first_fingerprint, first_digests = gathered[0]
+    # All ranks find the same difference, so all of them take part in the second gather_object.
+    for rank, (host, fingerprint, digests_of_rank) in enumerate(gathered):
+        difference = find_first_difference(first_digests, digests_of_rank)
+        if difference is None and fingerprint == first_fingerprint:
             continue
-        changes = is_custom and find_first_difference(digests, digest_samples(data)) is not None
-        all_changes = job.gather_object(changes)
-        if any(all_changes) and fingerprint == first_fingerprint:
-            log.info("two reads of one sample differ: whether all ranks have the same data is not known")
+        is_unstable = is_custom and find_first_difference(digests, digest_samples(data)) is not None
+        any_unstable = any(job.gather_object(is_unstable))
+        if any_unstable and fingerprint == first_fingerprint:
+            log.info("two reads of one sample differ: whether all ranks have the same data cannot be checked")
             return
         raise DataError(
             f"rank {rank} on {host} prepared other data than rank 0 on {first_host} "
-            f"({where or 'its content'} differs); give every machine the same files"
+            f"({difference or 'its content'} differs); give every machine the same files"
         )
 
 
 class SampleDigest(NamedTuple):
-    """Digest of one sample: a hash of its exact values, and moments, which may differ by rounding errors."""
+    """Digest of one sample, or of the sizes of all data sets."""
 
-    where: str
+    name: str
+    """Name for messages, such as `sample 3 of 'train'`."""
     exact: str
+    """Hash of the values that must be equal, 32 hexadecimal digits; for all data sets, their sizes."""
     moments: tuple[float, ...]
-    """Mean and root mean square of each floating-point or 8-bit array; decoded images are 8-bit."""
+    """Mean and root mean square of each floating-point or 8-bit array, which may differ by rounding errors;
+    decoded images are 8-bit."""
 
 
 def digest_samples(data: DataBundle) -> list[SampleDigest]:
     """Return digests of the sizes of all data sets and of some samples, at the same indices on every rank.
 
-    Random numbers that a sample draws from torch, numpy and Python are the same on every rank.
+    Random numbers that a data set draws from torch, numpy and Python are the same on every rank. The states
+    of the generators are restored afterwards.
     """
     datasets: dict[str, Any] = {"train": data.train, **data.eval, **data.eval_sets}
     sizes = {name: len(dataset) for name, dataset in datasets.items()}
     digests = [SampleDigest("the number of samples", repr(sizes), ())]
     for name, dataset in datasets.items():
-        drawn = np.random.default_rng(sizes[name]).integers(sizes[name], size=SAMPLES_COMPARED - 1).tolist()
-        for index in dict.fromkeys([0, *drawn]):
+        generator = np.random.default_rng(seed=sizes[name])  # the same indices on every rank
+        random_indices = generator.integers(sizes[name], size=SAMPLES_COMPARED - 1).tolist()
+        for index in dict.fromkeys([0, *random_indices]):
             with isolate_random_numbers(index):
                 exact, moments = _summarize(dataset[index])
             digest = hashlib.blake2b(repr(exact).encode(), digest_size=16).hexdigest()
@@ -85,19 +92,20 @@ def digest_samples(data: DataBundle) -> list[SampleDigest]:
 
 
 def find_first_difference(ours: Sequence[SampleDigest], theirs: Sequence[SampleDigest]) -> str | None:
-    """Return the name of the first digest in which two ranks differ; `None` if all agree."""
+    """Return the name of the first digest in which two ranks differ; `None` if all are equal."""
     for one, other in zip(ours, theirs, strict=False):
         if one.exact != other.exact or len(one.moments) != len(other.moments):
-            return one.where
+            return one.name
         if not np.allclose(one.moments, other.moments, rtol=1e-3, atol=1e-6, equal_nan=True):
-            return one.where
+            return one.name
     return None
 
 
 def _summarize(value: Any) -> tuple[Any, list[float]]:
-    """Return the exact values in a part of a sample, and the moments of its floating-point and 8-bit arrays.
+    """Return the values of a nested value that must be equal, and the moments of the others.
 
-    The exact value of an object of unknown type is the name of that type.
+    Moments are taken of floating-point and 8-bit arrays; of these, only shape, dtype and the number of finite
+    values must be equal. An object of unknown type is represented by the name of the type.
     """
     if isinstance(value, (str, bytes, int, type(None))):
         return value, []

@@ -289,10 +289,10 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
         vocab_size=prepared.vocab_size,
         num_classes=None,
         fingerprint=prepared.fingerprint,
-        longest=longest,
+        longest_segment=longest,
         mixture=mixture,
         weights_at=build_weights(config, mixture),
-        answers=answers,
+        answer_counts=answers,
     )
 
 

@@ -233,7 +233,7 @@ def evaluate(trained: TrainedRun, job: Job, data: DataBundle) -> dict[str, float
     if config.model.language_model is not None:
         from pipeline.models.huggingface import check_positions
 
-        check_positions(engine.module.config, length, data.longest)
+        check_positions(engine.module.config, length, data.longest_segment)
     loader = held_out.build_eval_loader(config, BatchPlan(trained.micro_batch_size, 1, 1), data, engine)
     if loader is None:
         raise DataError(

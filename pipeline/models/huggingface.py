@@ -529,7 +529,7 @@ def check_positions(
     Args:
         hf_config: The model's config.
         sequence_length: Tokens of a sequence; `None`: the data are no text.
-        longest: See DataBundle.
+        longest: See DataBundle.longest_segment.
         cure: Further advice for the message.
 
     Raises:

@@ -164,7 +164,7 @@ def build_model_request(config: RunConfig, data: Any, sharding: Sharding, draws:
         sharding=sharding,
         vocab_size=data.vocab_size,
         sequence_length=config.data.tokens_per_row,
-        longest=data.longest,
+        longest=data.longest_segment,
         num_classes=data.num_classes,
         num_channels=data.num_channels,
         end_of_document_id=data.tokenizer.eos_token_id if data.tokenizer is not None else None,

@@ -568,7 +568,7 @@ def build_checked_objective(config: RunConfig, resolved: ResolvedSettings, data:
     """
     objective = build_objective(config, resolved.compile)
     if isinstance(objective, SegmentObjective):
-        objective.check_answer_counts(data.answers)
+        objective.check_answer_counts(data.answer_counts)
     if config.wandb.x_axis == "tokens_seen" and objective.unit != "tokens":
         raise ConfigError(f"wandb.x_axis: tokens_seen: this run counts {objective.unit}; set global_step")
     return objective

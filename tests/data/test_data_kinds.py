@@ -129,7 +129,7 @@ def test_data_of_ones_own(module):
 def test_several_sets_to_evaluate_on(module):
     bundle = prepare(f"{module}:several", names=["near", "far"])
     assert {name: len(dataset) for name, dataset in bundle.eval.items()} == {"near": 4, "far": 4}
-    assert "called 'a/b'; a name is letters" in error_of(f"{module}:several", names=["a/b"])
+    assert "called 'a/b'; a name may have letters" in error_of(f"{module}:several", names=["a/b"])
     assert 'the data set for "eval" (far) is empty' in error_of(
         f"{module}:several", names=["near", "far"], lengths=[3, 0]
     )

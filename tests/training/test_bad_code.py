@@ -237,7 +237,7 @@ def own(section, name):
         ([own("data", "named_pictures")], "missing a required argument: 'input'; the batch has input (list"),
         ([own("data", "only_texts")], "the data set gave a str for a sample; expected a dict, a tuple or a"),
         ([own("data", "empty_dicts")], "the data set gave a dict without entries for a sample; expected"),
-        ([own("data", "negative_length")], "__len__() should return >= 0; its __len__ has to return the"),
+        ([own("data", "negative_length")], "__len__() should return >= 0; its __len__ must return the"),
         ([own("data", "ends")], "data.kind test_bad_code:data ended the program (SystemExit: 0); put its"),
         (["data.kind=test_bad_code:without_split", "data.args={}"], "def without_split(split)"),
         (["data.kind=test_bad_code:split_by_name", "data.args={}"], "as split_by_name(\"train\"): write def"),
