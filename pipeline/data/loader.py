@@ -27,7 +27,12 @@ from pipeline.data.batches import (
     raise_if_error,
 )
 from pipeline.data.bundle import Collate
-from pipeline.data.random_numbers import derive_seed, derive_seeds, isolate_random_numbers, seed_all
+from pipeline.data.random_numbers import (
+    derive_seed,
+    derive_seeds,
+    isolate_random_numbers,
+    seed_host_generators,
+)
 from pipeline.data.sampler import (
     NONE_LEFT_OUT,
     BatchIndices,
@@ -133,9 +138,9 @@ class BatchReader(Dataset[Any]):
         seeds = derive_seeds(self._seed, position, len(indices))
         samples = []
         for seed, index in zip(seeds, indices, strict=True):
-            seed_all(seed)
+            seed_host_generators(seed)
             samples.append(dataset[index])
-        seed_all(derive_seed(self._seed, position, len(indices)))
+        seed_host_generators(derive_seed(self._seed, position, len(indices)))
         return self._collate(samples)
 
 
