@@ -108,7 +108,7 @@ def show_documents(screen: Screen, sources: Sequence[PreparedSource]) -> None:
     columns = ["source", "documents", "held out", "tokens", "mean", "median", "95 %", "longest"]
     screen.table(columns, rows)
     for source in sources:
-        for line in source.tally.lines():
+        for line in source.tally.format_lines():
             screen.line(f"{source.name}: {line}")
 
 

@@ -416,7 +416,7 @@ OWN = [
     own("data that is nothing", {"data.kind": "own_code:nothing"}, "returned None", "data set"),
     own("data that is empty", {"data.kind": "own_code:empty"}, "is empty"),
     own("data that is a generator", {"data.kind": "own_code:generator"}, "generator", "map-style"),
-    own("held-out data of a bad name", {"data.kind": "own_code:badly_named"}, "'a/b'", "a name may have letters"),
+    own("held-out data of a bad name", {"data.kind": "own_code:badly_named"}, "'a/b'", "a name may have"),
     own(
         "an objective that cannot be guessed",
         {"objective": {}},

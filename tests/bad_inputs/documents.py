@@ -69,14 +69,14 @@ PATHS = [
         "did you mean {home}/texts?",
     ),
     paths("an empty path", "", "data.paths: '' does not exist"),
-    paths("a glob that finds nothing", "{here}/*.txt", "the glob {here}/*.txt holds nothing"),
+    paths("a glob that finds nothing", "{here}/*.txt", "the glob {here}/*.txt has no files"),
     paths("a folder of other files", "{here}/f", "only 1 other files (.pdf)", **{"f/a__pdf": "%PDF"}),
     paths("the library under another name", "python_stdlb", "does not exist", "did you mean python_stdlib?"),
     paths("a path of 5000 letters", "{here}/" + "a" * 5000, "data.paths", "File name too long"),
     paths(
         "a link to nothing",
         "{here}/f",
-        "is a link to something that is not there",
+        "is a link to a file that does not exist",
         **{"f/a__txt": link("/nowhere")},
     ),
     paths("a pipe among the data", "{here}/p.txt", "p.txt is no file: a pipe", p__txt=pipe),
@@ -85,7 +85,7 @@ PATHS = [
 ]
 
 FILES = [
-    file("an empty text", "a.txt", "", "no text in 1 files, all empty"),
+    file("an empty text", "a.txt", "", "1 files, all empty"),
     Case(
         "text shorter than a sequence",
         ["one sequence takes 33", "lower data.sequence_length"],
@@ -98,7 +98,7 @@ FILES = [
         "caf\xe9 au lait".encode("latin-1"),
         "not UTF-8: byte 0xe9 at byte offset 3",
     ),
-    file("a PDF", "a.pdf", "%PDF", "cannot be read, by its suffix"),
+    file("a PDF", "a.pdf", "%PDF", "has no suffix that can be read"),
     file("a .json file of no rows", "a.json", "[]", "has any text"),
     file(
         "a .json file of one object", "a.json", '{"data": []}', "a.json: is one JSON object; expected a list"
@@ -139,13 +139,23 @@ FILES = [
     file("CSV with an open quote", "a.csv", 'text\n"a\n', "not a row of CSV"),
     file("no parquet at all", "a.parquet", b"PAR1", "cannot be read as parquet"),
     file(
-        "parquet cut short", "a.parquet", cut(table(**LONG), 0.6), "cannot be read as parquet", "is it whole?"
+        "parquet cut short",
+        "a.parquet",
+        cut(table(**LONG), 0.6),
+        "cannot be read as parquet",
+        "it may be incomplete",
     ),
     file("parquet without the field", "a.parquet", table(body=["x"]), "no field 'text'", "data.text_field"),
     file("parquet of numbers", "a.parquet", table(text=[1, 2]), "field 'text' is a number"),
     file("an empty Arrow file", "a.arrow", "", "is empty, so no Arrow file"),
     file("no Arrow at all", "a.arrow", b"ARROW1 and more", "cannot be read as Arrow"),
-    file("Arrow cut short", "a.feather", cut(table(**LONG), 0.6), "cannot be read as Arrow", "is it whole?"),
+    file(
+        "Arrow cut short",
+        "a.feather",
+        cut(table(**LONG), 0.6),
+        "cannot be read as Arrow",
+        "it may be incomplete",
+    ),
 ]
 
 

@@ -1,4 +1,8 @@
-"""Divides a source into parts that are read and prepared independently. The entry point of this package."""
+"""Divides a source into parts that are read and prepared independently. The entry point of this package.
+
+A source has pieces: ranges of files, rows of a data set, or all items of a function. A part is a group of
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +51,10 @@ class IterablePiece:
     Attributes:
         import_path: Function as `package.module:function`.
         args: Keyword arguments of the function, as JSON.
-        digest: Hash of the import path, the arguments and the source of the function's module. The data that
-            the function reads is not part of it; use an argument such as a version number to signal changes.
-        size: 0, which means unknown.
+        digest: Hash of the import path, the arguments and the source code of the function's module. Data that
+            the function reads does not change it. So a user who changes the data must change an argument,
+            such as a version number.
+        size: 0, which means that the number of bytes is not known.
     """
 
     import_path: str
@@ -58,8 +63,10 @@ class IterablePiece:
     size: int = 0
 
     @staticmethod
-    def of(import_path: str, args: dict[str, Any]) -> IterablePiece:
-        """Return one piece with all items; a function's items cannot be divided.
+    def from_function(import_path: str, args: dict[str, Any]) -> IterablePiece:
+        """Return one piece with all items of a function, because they cannot be divided.
+
+        The function is imported and not called.
 
         Raises:
             DataError: There is no such function, it does not take `args`, or `args` are not JSON values.
@@ -76,28 +83,33 @@ class IterablePiece:
         except ValueError:
             pass  # a callable written in C may have no signature
         try:
-            written = json.dumps(args, sort_keys=True)
+            args_json = json.dumps(args, sort_keys=True)
         except TypeError as error:
-            raise DataError(f"{start}args hold no plain value: {error}; use JSON types") from None
-        file = getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None)
-        source = Path(file).read_text("utf-8") if file is not None and Path(file).is_file() else ""
-        return IterablePiece(import_path, written, hash_json([import_path, written, source]))
+            raise DataError(
+                f"{start}args contain a value that is not JSON: {error}; use JSON types"
+            ) from None
+        module = sys.modules.get(getattr(function, "__module__", None) or "")
+        file = getattr(module, "__file__", None)
+        source_code = Path(file).read_text("utf-8") if file is not None and Path(file).is_file() else ""
+        digest = hash_json([import_path, args_json, source_code])
+        return IterablePiece(import_path, args_json, digest)
 
     def read(self, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
         """Yield each text or dict that the function returns.
 
         Raises:
-            DataError: The function returned no iterable, or an item is neither a text nor a dict.
+            DataError: The function returned no iterable or calls `sys.exit`, or an item is neither a text nor
+                a dict. Other exceptions of the function keep their type.
         """
         function = import_object(self.import_path, DataError)
         with exit_as_error(f"data iterable {self.import_path}", DataError):
-            given = function(**json.loads(self.args))
-        if isinstance(given, str | dict) or not isinstance(given, Iterable):
+            items = function(**json.loads(self.args))
+        if isinstance(items, str | dict) or not isinstance(items, Iterable):
             raise DataError(
-                f"data iterable {self.import_path}: returned a {get_json_type_name(given)}; expected an "
+                f"data iterable {self.import_path}: returned a {get_json_type_name(items)}; expected an "
                 "iterable of texts or dicts"
             )
-        for number, record in enumerate(given, start=1):
+        for number, record in enumerate(items, start=1):
             where = f"{self.import_path}: item {number}"
             if isinstance(record, str | dict):
                 yield where, record
@@ -105,16 +117,16 @@ class IterablePiece:
                 bad.skip_or_raise(f"{where} is a {get_json_type_name(record)}; expected a string or a dict")
 
 
-PYTHON_STDLIB = "python_stdlib"
-PROSE = ".txt .text .md .markdown .rst .tex .org .adoc"
-CODE = (
+PYTHON_STDLIB = "python_stdlib"  # entry of `data.paths` that stands for Python's standard library
+PROSE_SUFFIXES = ".txt .text .md .markdown .rst .tex .org .adoc"
+CODE_SUFFIXES = (
     ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .groovy .js .mjs .cjs .jsx .ts .tsx .vue"
     " .go .rs .rb .php .pl .lua .r .jl .swift .m .mm .cs .fs .hs .ml .clj .ex .exs .erl .dart .zig .nim .f90"
     " .asm .s .v .sv .vhd .sh .bash .zsh .ps1 .bat .sql .html .htm .css .scss .less .xml .yaml .yml .toml"
     " .ini .cfg .cmake .proto .tf .graphql .el .lisp .scm .sol"
 )
 SUFFIX_KINDS = {
-    **dict.fromkeys(f"{PROSE} {CODE}".split(), "text"),
+    **dict.fromkeys(f"{PROSE_SUFFIXES} {CODE_SUFFIXES}".split(), "text"),
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
@@ -124,49 +136,65 @@ SUFFIX_KINDS = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-EXPECTED = (
+"""`FileSpan.kind` by the suffix of the file, in lower case."""
+READABLE_FILES = (
     ".txt .md .rst, source code, .jsonl .json .csv .tsv (also with .gz or .zst), .parquet .arrow .feather"
 )
-TABLES = ("parquet", "arrow")  # formats with internal compression
-# Tests add little to the other text. The other folders differ between installations of one Python version.
-STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-STDLIB_TOPICS = "pydoc_data/topics.py"
+COMPRESSED_KINDS = ("parquet", "arrow")  # formats with internal compression: not read from .gz or .zst
+# Folders that are not read. Tests add little to the other text. The other folders differ between
+# installations of one Python version.
+SKIPPED_STDLIB_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+STDLIB_TOPICS = "pydoc_data/topics.py"  # Python's documentation, as a dict of texts
 
 
 def find_files(paths: Sequence[str]) -> list[FileSpan]:
-    """Return the files that `paths` name, each once, sorted within each entry.
+    """Return the files that entries of `data.paths` name, each file once, sorted within each entry.
 
-    Names that begin with a dot are left out. So are links to folders inside of a folder, which could form a
-    cycle.
+    Files and folders whose names begin with a dot are left out. Links to folders inside of a folder are not
+    followed, because they could form a cycle.
+
+    Args:
+        paths: Entries: files, folders, globs, or PYTHON_STDLIB.
 
     Raises:
         DataError: An entry does not exist, cannot be read, or contains no file with a known suffix.
     """
-    found: dict[str, FileSpan] = {}
+    files: dict[str, FileSpan] = {}  # by the path without links
     for entry in paths:
         try:
-            spans = _find_stdlib() if entry == PYTHON_STDLIB else _find_entry(entry)
+            spans = _find_stdlib_files() if entry == PYTHON_STDLIB else _find_files_of_entry(entry)
         except OSError as error:  # permission denied, a name that is too long
             raise DataError(f"data.paths: {entry}: {error.strerror or error}") from None
         for span in spans:
-            found.setdefault(os.path.realpath(span.path), span)
-    return list(found.values())
+            files.setdefault(os.path.realpath(span.path), span)
+    return list(files.values())
 
 
 def classify_file(path: Path) -> FileSpan | None:
-    """Return the whole file, with kind and compression by its suffixes; `None` if a suffix is not known."""
+    """Return the span of an entire file, with kind and compression by its suffixes.
+
+    Returns:
+        The span; `None` if the suffix is not known, or is a compression of a format that compresses itself.
+    """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
     if compression:
         suffixes.pop()
     kind = SUFFIX_KINDS.get(suffixes[-1]) if suffixes else None
-    return (
-        None if kind is None or (compression and kind in TABLES) else FileSpan(str(path), kind, compression)
-    )
+    if kind is None or (compression and kind in COMPRESSED_KINDS):
+        return None
+    return FileSpan(str(path), kind, compression)
 
 
-def _find_entry(entry: str) -> list[FileSpan]:
-    """Return the files that an entry of `data.paths` names: a file, a folder or a glob."""
+def _find_files_of_entry(entry: str) -> list[FileSpan]:
+    """Return the files that an entry of `data.paths` names: a file, a folder or a glob.
+
+    Raises:
+        DataError: The entry does not exist, or contains no file that can be read.
+        OSError: The system cannot read a folder.
+    """
     path = Path(entry).expanduser()
     if entry.strip() and path.exists() and not path.is_dir():
         span = classify_file(path)
@@ -175,7 +203,9 @@ def _find_entry(entry: str) -> list[FileSpan]:
                 f"data.paths: {entry} is no file: a pipe, a socket or a device; write it to a file"
             )
         if span is None:
-            raise DataError(f"data.paths: {entry} cannot be read, by its suffix; expected one of {EXPECTED}")
+            raise DataError(
+                f"data.paths: {entry} has no suffix that can be read; expected one of {READABLE_FILES}"
+            )
         return [span]
     if entry.strip() and path.is_dir():
         matches = [path]
@@ -185,87 +215,111 @@ def _find_entry(entry: str) -> list[FileSpan]:
         what = "glob"
     else:
         raise DataError(f"data.paths: {entry or repr(entry)} does not exist{_suggest_path(path)}")
-    named = {match for match in matches if not match.is_dir()}
-    files = sorted(named | {file for match in matches if match.is_dir() for file in _walk_files(match)})
+    matched_files = {match for match in matches if not match.is_dir()}
+    files_in_folders = {file for match in matches if match.is_dir() for file in _walk_files(match)}
+    files = sorted(matched_files | files_in_folders)
     usable = []
     for file in files:
         span = classify_file(file)
         if span is not None and not file.exists():
             raise DataError(
-                f"data.paths: {file} is a link to something that is not there; remove or repair it"
+                f"data.paths: {file} is a link to a file that does not exist; remove or repair the link"
             )
-        if span is not None and file.is_file() and (file in named or not _is_no_row_list(span)):
+        if span is None or not file.is_file():
+            continue
+        # JSON files in a folder are left out if they are no lists of rows, but settings or an index.
+        if file in matched_files or span.kind != "json" or _begins_with_list(span):
             usable.append(span)
     if not usable:
         suffixes = sorted({file.suffix.lower() or "without a suffix" for file in files})
-        seen = f"only {len(files)} other files ({', '.join(suffixes[:5])})" if files else "nothing"
-        raise DataError(f"data.paths: the {what} {entry} holds {seen}; expected files that end in {EXPECTED}")
+        content = f"only {len(files)} other files ({', '.join(suffixes[:5])})" if files else "no files"
+        raise DataError(
+            f"data.paths: the {what} {entry} has {content}; expected files that end in {READABLE_FILES}"
+        )
     return usable
 
 
-def _is_no_row_list(span: FileSpan) -> bool:
-    """Return whether a JSON file holds no list of rows, as files of settings or an index do.
-
-    Such files are left out if they were found in a folder.
-    """
-    if span.kind != "json":
-        return False
+def _begins_with_list(span: FileSpan) -> bool:
+    """Return whether the first character of a JSON file opens a list."""
     with open_stream(span.path, span.compression) as stream:
-        return not stream.read(1000).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        return stream.read(1000).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _expand_glob(entry: str) -> list[Path]:
-    """Return the matches of a glob without hidden ones.
+    """Return the matches of a glob, without hidden ones unless the pattern names them.
 
-    pathlib's `**` does not follow links, unlike that of the glob module.
+    Uses pathlib, because its `**` does not follow links, unlike `**` of the glob module.
+
+    Raises:
+        DataError: The pattern is invalid.
     """
-    parts = Path(entry).expanduser().parts
-    fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    root = Path(*parts[:fixed])
-    pattern = parts[fixed:]
+    components = Path(entry).expanduser().parts
+    num_fixed = next(index for index, component in enumerate(components) if glob.has_magic(component))
+    root = Path(*components[:num_fixed])
+    pattern = components[num_fixed:]
     try:
-        found = list(root.glob(os.path.join(*pattern)))
+        matches = list(root.glob(os.path.join(*pattern)))
     except ValueError as error:
-        raise DataError(f"data.paths: {entry} is no glob: {error}") from None
-    if any(part.startswith(".") for part in pattern):
-        return found
-    return [path for path in found if not any(name.startswith(".") for name in path.relative_to(root).parts)]
+        raise DataError(f"data.paths: {entry} is not a valid glob: {error}") from None
+    if any(component.startswith(".") for component in pattern):
+        return matches
+    return [
+        match for match in matches if not any(name.startswith(".") for name in match.relative_to(root).parts)
+    ]
 
 
-def _walk_files(folder: Path, left_out: frozenset[str] | set[str] = frozenset()) -> Iterator[Path]:
-    def fail(error: OSError) -> None:
+def _walk_files(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield the files in a folder and its subfolders, except hidden ones.
+
+    Args:
+        folder: The folder.
+        skipped: Names of subfolders that are not read, on any level.
+
+    Raises:
+        DataError: A folder cannot be read.
+    """
+
+    def raise_unreadable(error: OSError) -> None:
         raise unreadable_error(error.filename or folder, error)
 
-    for directory, folders, files in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+    for directory, folders, files in os.walk(folder, onerror=raise_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
         yield from (Path(directory, name) for name in files if not name.startswith("."))
 
 
-def _find_stdlib() -> list[FileSpan]:
-    """Return the Python files of the standard library, and the topics of Python's documentation."""
+def _find_stdlib_files() -> list[FileSpan]:
+    """Return the Python files of the standard library, and the topics of Python's documentation.
+
+    Raises:
+        DataError: This installation of Python has no source files.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    machine = [path.name for path in root.glob("config-*")]  # build settings of this installation
+    build_folders = {path.name for path in root.glob("config-*")}  # build settings of this installation
     files = sorted(
         file
-        for file in _walk_files(root, STDLIB_LEFT_OUT | set(machine))
+        for file in _walk_files(root, SKIPPED_STDLIB_FOLDERS | build_folders)
         if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
     )
     if not files:
-        raise DataError(f"data.paths: {PYTHON_STDLIB} finds no source in {root}; give your own text")
+        raise DataError(f"data.paths: {PYTHON_STDLIB}: there are no source files in {root}; use other text")
     topics = root / STDLIB_TOPICS
     return [FileSpan(str(file), "stdlib_topics" if file == topics else "stdlib_source") for file in files]
 
 
 def _suggest_path(path: Path) -> str:
-    """Return `; did you mean ...?` for the first component of a path that does not exist."""
+    """Return `; did you mean ...?` for the first component of a path that does not exist.
+
+    The text is empty if no name is similar.
+    """
     missing = path
     while not missing.parent.exists():
         missing = missing.parent
-    names = [*os.listdir(missing.parent)] if missing.parent.is_dir() else []
-    close = difflib.get_close_matches(missing.name, [*names, PYTHON_STDLIB], n=1)
-    if not close:
+    siblings = os.listdir(missing.parent) if missing.parent.is_dir() else []
+    similar = difflib.get_close_matches(missing.name, [*siblings, PYTHON_STDLIB], n=1)
+    if not similar:
         return ""
-    return f"; did you mean {close[0] if close[0] == PYTHON_STDLIB else missing.parent / close[0]}?"
+    suggestion = PYTHON_STDLIB if similar[0] == PYTHON_STDLIB else missing.parent / similar[0]
+    return f"; did you mean {suggestion}?"
 
 
 PART_SIZE = 32 * 2**20  # bytes of input: seconds of work, so that little is lost if a process is killed
@@ -274,17 +328,17 @@ READING_VERSION = 2  # part of every digest: increase it when a change alters th
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A share of a source that is read and prepared as a unit; picklable.
+    """Pieces of a source that are read and prepared as a unit; picklable.
 
     Attributes:
         source: Name of the source.
-        digest: Hash of the content and the settings for reading it; equal for parts with equal content.
+        digest: Hash of the content and the settings for reading it, 32 hexadecimal digits.
         size: Bytes of input; 0 if not known.
-        pieces: Files or other pieces of input, in order.
-        text_field: Field of a row that holds the text.
+        pieces: Ranges of files or other pieces of input, in order.
+        text_field: Field of a row that contains the text.
         skip_bad_records: Whether to skip and count records that cannot be used.
         max_documents: Maximum number of records to read; `None` for all.
-        fields: Field name in the layouts -> field name in the rows.
+        fields: Names of fields in the rows, by the names that the layouts use (`fields` of the source).
     """
 
     source: str
@@ -300,32 +354,32 @@ class SourcePart:
 def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART_SIZE) -> list[SourcePart]:
     """Return the parts of a source, in order; together they contain each of its documents once.
 
-    Files that `digests` does not know are hashed, at about 1 GB/s per core; `max_documents` does not limit
-    that. A source without any text is an error only after all of it is read: see `no_text_error`.
+    Files whose digest is not in the cache are hashed, at about 1 GB/s per core, even if `max_documents` is
+    small. Whether the documents have any text is known only after all parts are read: see `no_text_error`.
 
     Args:
         source: A source of the recipe.
         digests: Cache of the files' digests.
-        part_size: Bytes of input in a part, if the source can be divided. Small files are grouped to about a
-            quarter of it.
+        part_size: Approximate bytes of input in a part, if the source can be divided. Small files are grouped
+            into parts of about a quarter of this size.
 
     Raises:
-        DataError: The source has no files, none that can be read, or only empty ones.
+        DataError: The source cannot be found or read, or it is empty.
     """
     pieces: Sequence[SourcePiece]
     if source.paths is not None:
         files = find_files(source.paths)
-        whole = split_files(files, digests, part_size)
-        if not whole:
-            raise DataError(f"data.paths: no text in {len(files)} files, all empty (first: {files[0].path})")
-        pieces = whole
-        groups = _group_files(whole, part_size // 4)
+        file_pieces = split_files(files, digests, part_size)
+        if not file_pieces:
+            raise DataError(f"data.paths: {len(files)} files, all empty (first: {files[0].path}); add text")
+        pieces = file_pieces
+        groups = _group_files(file_pieces, part_size // 4)
     else:
         if source.dataset is not None:
             pieces = split_dataset(source, digests, part_size)
         else:
             assert source.iterable is not None  # the schema requires exactly one of the three
-            pieces = [IterablePiece.of(source.iterable, source.args)]
+            pieces = [IterablePiece.from_function(source.iterable, source.args)]
         groups = [(piece,) for piece in pieces]
     if source.max_documents is not None:
         groups = [tuple(pieces)]  # one part, so that the first documents can be counted while reading
@@ -333,9 +387,10 @@ def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART
 
 
 def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[SourcePiece, ...]]:
-    """Group neighbouring small files into about `mean_size` bytes.
+    """Group neighbouring small pieces into groups of about `mean_size` bytes; larger pieces stay alone.
 
-    The digest of a file decides whether it ends a group, so that a changed file does not alter other groups.
+    A piece ends its group with a probability of its size over `mean_size`. Its digest decides, in place of
+    the sizes before it. So a changed file alters no groups but its own and the next one.
     """
     groups: list[list[SourcePiece]] = [[]]
     for piece in pieces:
@@ -343,17 +398,18 @@ def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Sour
             groups += [[piece], []]
             continue
         groups[-1].append(piece)
-        if int(piece.digest[:16], 16) < 2**64 * piece.size // mean_size:
+        first_64_bits = int(piece.digest[:16], 16)
+        if first_64_bits < 2**64 * piece.size // mean_size:
             groups.append([])
     return [tuple(group) for group in groups if group]
 
 
 def _make_part(source: SourceConfig, pieces: tuple[SourcePiece, ...]) -> SourcePart:
     skip = source.bad_records == "skip"
-    reading = [READING_VERSION, source.text_field, source.max_documents, skip, source.fields]
+    settings = [READING_VERSION, source.text_field, source.max_documents, skip, source.fields]
     return SourcePart(
         source=source.name or "source",
-        digest=hash_json([*reading, *(piece.digest for piece in pieces)]),
+        digest=hash_json([*settings, *(piece.digest for piece in pieces)]),
         size=sum(piece.size for piece in pieces),
         pieces=pieces,
         text_field=source.text_field,
@@ -364,14 +420,16 @@ def _make_part(source: SourceConfig, pieces: tuple[SourcePiece, ...]) -> SourceP
 
 
 def read_records(part: SourcePart, tally: Tally) -> Iterator[tuple[str, Record]]:
-    """Yield (location, record) of a part. Texts of white space are skipped; rows are not.
+    """Yield (location, record) of a part, for chat and preference data.
+
+    Empty texts and texts of white space are left out; rows never are.
 
     Args:
         part: Part to read.
-        tally: Receives the number of skipped records under `bad records`.
+        tally: Counts the skipped records as BAD_RECORDS.
 
     Raises:
-        DataError: A record is bad and may not be skipped, or a file cannot be read or has changed.
+        DataError: A record is bad and not skipped, or a file cannot be read or has changed.
     """
     bad = BadRecordPolicy(part.skip_bad_records, tally)
     records = islice(_iter_records(part, bad, None), part.max_documents)
@@ -381,29 +439,45 @@ def read_records(part: SourcePart, tally: Tally) -> Iterator[tuple[str, Record]]
 
 
 def read_texts(part: SourcePart, tally: Tally) -> Iterator[tuple[str, str]]:
-    """Yield (location, text) of a part, without empty texts and texts of white space. See `read_records`.
+    """Yield (location, text) of a part, without empty texts and texts of white space.
 
-    A row without text is a bad record. Of a table, only the column with the text is read.
+    A row without a text field is a bad record. Only the column with the text is read from a table.
+
+    Args:
+        part: Part to read.
+        tally: Counts the skipped records as BAD_RECORDS.
+
+    Raises:
+        DataError: A record is bad and not skipped, or a file cannot be read or has changed.
     """
     return islice(_iter_texts(part, BadRecordPolicy(part.skip_bad_records, tally)), part.max_documents)
 
 
 def _iter_records(part: SourcePart, bad: BadRecordPolicy, column: str | None) -> Iterator[tuple[str, Record]]:
+    """Yield (location, record) of all pieces; rows may have `column` alone, or all fields if it is `None`."""
     for piece in part.pieces:
         for where, record in piece.read(bad, column):
-            if not isinstance(record, str) or (record and not record.isspace()):
+            is_blank = isinstance(record, str) and (not record or record.isspace())
+            if not is_blank:
                 yield where, record
 
 
 def _rename_fields(record: Record, fields: Mapping[str, str]) -> Record:
-    """Return a row whose fields have the names that the layouts use."""
+    """Return a row whose fields have the names that the layouts use; return a text unchanged.
+
+    Args:
+        record: The record.
+        fields: Names of fields in the row, by the names that the layouts use.
+    """
     if isinstance(record, str):
         return record
-    own = {name: record[theirs] for name, theirs in fields.items() if theirs in record}
-    return {key: value for key, value in record.items() if key not in fields.values()} | own
+    renamed = {name: record[name_in_row] for name, name_in_row in fields.items() if name_in_row in record}
+    others = {key: value for key, value in record.items() if key not in fields.values()}
+    return others | renamed
 
 
 def _iter_texts(part: SourcePart, bad: BadRecordPolicy) -> Iterator[tuple[str, str]]:
+    """Yield (location, text) of all records that have one."""
     for where, record in _iter_records(part, bad, part.text_field):
         try:
             text = extract_text(where, record, part.text_field)
@@ -415,12 +489,20 @@ def _iter_texts(part: SourcePart, bad: BadRecordPolicy) -> Iterator[tuple[str, s
 
 
 def no_text_error(source: SourceConfig, tally: Tally) -> DataError:
-    """Return the error for a source whose parts were all read without finding any text."""
-    given = source.dataset or source.iterable or ", ".join(source.paths or [])
-    bad = tally[BAD_RECORDS]
-    left_out = f"; {bad} bad records were skipped (bad_records: error shows the first)" if bad else ""
-    dropped = "".join(f"; {count:,} {what}" for what, count in sorted(tally.items()) if what != BAD_RECORDS)
+    """Return the error for a source of whose parts no document has any text that can be used.
+
+    Args:
+        source: The source.
+        tally: Counts of skipped and dropped records of all parts.
+    """
+    location = source.dataset or source.iterable or ", ".join(source.paths or [])
+    num_bad = tally[BAD_RECORDS]
+    skipped = f"; {num_bad} bad records were skipped (bad_records: error shows the first)" if num_bad else ""
+    dropped = "".join(f"; {count:,} {kind}" for kind, count in sorted(tally.items()) if kind != BAD_RECORDS)
     if not dropped:
-        return DataError(f"data source {source.name}: no document of {given} has any text{left_out}")
-    cure = "; data.too_long=error names the first and the length it needs" * ("longer than" in dropped)
-    return DataError(f"data source {source.name}: nothing of {given} can be used{dropped}{left_out}{cure}")
+        return DataError(f"data source {source.name}: no document of {location} has any text{skipped}")
+    is_too_long = "longer than" in dropped
+    advice = "; data.too_long=error names the first and the length it needs" if is_too_long else ""
+    return DataError(
+        f"data source {source.name}: nothing of {location} can be used{dropped}{skipped}{advice}"
+    )

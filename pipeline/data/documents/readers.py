@@ -1,6 +1,8 @@
-"""Reads records from files one at a time: whole texts, lines of JSON, rows of CSV files and of tables.
+"""Reads records from files one at a time: entire texts, lines of JSON, rows of CSV files and of tables.
 
-Each reader yields (location, record), where the location is file and line or row for messages.
+Each reader yields (location, record). The location names file and line, or file and row, for messages. A
+reader takes a range of a file, a policy for records that cannot be used, and the name of the only field that
+is needed (`None` for all fields). Readers that cannot skip fields ignore this name. All raise DataError.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 256  # rows that exist as Python objects at the same time
 BYTE_ORDER_MARK = "\ufeff"
-NO_UTF8 = re.compile("[\udc80-\udcff]")  # characters that `surrogateescape` reads for bytes that are no UTF-8
+# Characters that the error handler `surrogateescape` decodes from bytes that are not UTF-8.
+INVALID_UTF8 = re.compile("[\udc80-\udcff]")
 Reader = Callable[[FileSpan, BadRecordPolicy, str | None], Iterator[tuple[str, Record]]]
 
 
 def read_parquet(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield the rows of row groups `start` to `end`; only the column `field` if it is given and exists."""
+    """Yield the rows of the span's row groups; only the column `field` if it is given and exists."""
     import pyarrow.parquet as pq
 
     number = span.first
@@ -45,18 +48,18 @@ def read_parquet(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Ite
 
 
 def split_row_groups(path: str, size: int) -> list[tuple[int, int, int, int]]:
-    """Return ranges of row groups of about `size` bytes.
+    """Divide the row groups of a parquet file into ranges of about `size` uncompressed bytes.
 
     Returns:
-        First row group, end (exclusive), number of the first row (from 1) and uncompressed bytes of each
-        range.
+        For each range: first row group, end (exclusive), number of the first row (from 1) and uncompressed
+        bytes.
 
     Raises:
         DataError: The file is not valid parquet.
     """
     import pyarrow.parquet as pq
 
-    found: list[tuple[int, int, int, int]] = []
+    ranges: list[tuple[int, int, int, int]] = []
     with table_errors(path, "parquet"), pq.ParquetFile(path, pre_buffer=False) as file:
         start = 0
         first_row = 1
@@ -68,12 +71,12 @@ def split_row_groups(path: str, size: int) -> list[tuple[int, int, int, int]]:
             num_bytes += group.total_byte_size
             if num_bytes >= size or index + 1 == file.num_row_groups:
                 if num_rows:
-                    found.append((start, index + 1, first_row, num_bytes))
+                    ranges.append((start, index + 1, first_row, num_bytes))
                 start = index + 1
                 first_row += num_rows
                 num_rows = 0
                 num_bytes = 0
-    return found
+    return ranges
 
 
 def read_arrow(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
@@ -85,28 +88,36 @@ def read_arrow(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Itera
         is_file = stream.read(6) == b"ARROW1"
         stream.seek(0)
         reader: Any = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
-        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
-            is_there = field is not None and field in batch.schema.names
-            yield from iter_table_records(batch.select([field]) if is_there else batch, span.path, number)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for batch in batches:
+            has_field = field is not None and field in batch.schema.names
+            yield from iter_table_records(batch.select([field]) if has_field else batch, span.path, number)
             number += batch.num_rows
 
 
 def iter_table_records(
     batch: pa.RecordBatch | pa.Table, path: str, first: int
 ) -> Iterator[tuple[str, Record]]:
-    """Yield a location `path: row N`, counted from `first`, and a dict for each row.
+    """Yield (location, record) of each row, such as `path: row 7` and a dict.
 
     Columns of type JSON are decoded. `datasets` uses that type for fields without a common type, such as tool
     calls whose arguments differ.
 
+    Args:
+        batch: The table.
+        path: Name of the table for the locations.
+        first: Number of the first row.
+
     Raises:
         DataError: A column of type JSON holds invalid JSON.
     """
-    of_json = {column.name: column.type for column in batch.schema if "extension<arrow.json>" in str(column)}
+    json_types = {
+        column.name: column.type for column in batch.schema if "extension<arrow.json>" in str(column)
+    }
     for start in range(0, batch.num_rows, ROWS_AT_ONCE):
         for number, row in enumerate(batch.slice(start, ROWS_AT_ONCE).to_pylist(), start=first + start):
             where = f"{path}: row {number}"
-            for name, kind in of_json.items():
+            for name, kind in json_types.items():
                 try:
                     row[name] = _decode_json(row[name], kind)
                 except (ValueError, RecursionError) as error:
@@ -118,6 +129,7 @@ def iter_table_records(
 
 
 def _decode_json(value: Any, kind: pa.DataType) -> Any:
+    """Return a value of an Arrow type with its JSON texts decoded, also inside structs and lists."""
     import pyarrow as pa
 
     if value is None:
@@ -131,17 +143,24 @@ def _decode_json(value: Any, kind: pa.DataType) -> Any:
 
 @contextmanager
 def table_errors(path: str, what: str) -> Iterator[None]:
-    """Turn errors of pyarrow into a DataError of one line."""
+    """Turn errors of pyarrow inside of the context into a DataError of one line.
+
+    Args:
+        path: Path of the file that is read.
+        what: Name of the file's format for the message.
+    """
     import pyarrow as pa
 
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read as {what}: {summarize_error(error)}; is it whole?") from None
+        raise DataError(
+            f"{path}: cannot be read as {what}: {summarize_error(error)}; it may be incomplete"
+        ) from None
 
 
 def read_text_file(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield the whole file as one document."""
+    """Yield the entire file as one document."""
     with open_stream(span.path, span.compression) as stream:
         content = stream.read()
     try:
@@ -173,6 +192,16 @@ def read_jsonl(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Itera
 
 
 def _parse_line(line: bytes, where: str, offset: int) -> dict[str, Any] | None:
+    """Return the object on a line of JSON; `None` for a line of white space.
+
+    Args:
+        line: Bytes of the line.
+        where: File and line for messages.
+        offset: Offset of the line in the (decompressed) file, in bytes.
+
+    Raises:
+        DataError: The line is not UTF-8, not JSON, or not an object.
+    """
     content = decode_utf8(line, where, offset)
     if offset == 0:
         content = content.removeprefix(BYTE_ORDER_MARK)
@@ -180,10 +209,8 @@ def _parse_line(line: bytes, where: str, offset: int) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(content)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # invalid JSON, an integer with too many digits, deep nesting
+    except (ValueError, RecursionError) as error:
+        # Invalid JSON, an integer with too many digits, or too deep nesting.
         raise DataError(f"{where}: not a line of JSON: {error}") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: is a {get_json_type_name(record)}; expected an object with fields")
@@ -191,7 +218,7 @@ def _parse_line(line: bytes, where: str, offset: int) -> dict[str, Any] | None:
 
 
 def read_json(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield the objects in a list; a file of one object per line, as many tools write, is read as JSONL."""
+    """Yield the objects in a list; a file with one object per line, as many tools write, is read as JSONL."""
     with open_stream(span.path, span.compression) as stream:
         text = decode_utf8(stream.read(), span.path, 0).removeprefix(BYTE_ORDER_MARK).strip()
     try:
@@ -215,11 +242,12 @@ def read_json(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterat
 
 
 def read_csv(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield the rows; the first one names the fields. Quoted fields may contain line breaks.
+    """Yield the rows as dicts; the first row names the fields. Quoted fields may contain line breaks.
 
-    If no single `field` is asked for, a cell that holds conversation turns as JSON becomes a list of turns.
+    If all fields are needed (`field` is `None`), a cell that contains conversation turns as JSON becomes a
+    list of turns. Removes the csv module's limit on the size of a field, for the entire process.
     """
-    csv.field_size_limit(sys.maxsize)  # lift the csv module's limit of 128 KiB, for the whole process
+    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
     with open_stream(span.path, span.compression) as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(lines, delimiter="\t" if span.kind == "tsv" else ",", strict=True)
@@ -234,11 +262,11 @@ def read_csv(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterato
                 fault = f"{where}: not a row of CSV: {error}"
             if row is None:
                 return
-            if NO_UTF8.search("".join(row)):
-                fault = f"{where}: not UTF-8; convert the file (iconv -t UTF-8) or leave it out"
-            twice = [name for name in row if not names and row.count(name) > 1]
-            if twice:
-                fault = f"{where}: the first row names the field {twice[0]!r} twice"
+            if INVALID_UTF8.search("".join(row)):
+                fault = f"{where}: not UTF-8; convert the file (iconv -t UTF-8) or remove it"
+            repeated = [name for name in row if not names and row.count(name) > 1]
+            if repeated:
+                fault = f"{where}: the first row names the field {repeated[0]!r} twice"
             elif names and row and len(row) != len(names):
                 fault = f"{where}: {len(row)} fields, where the first row names {len(names)}"
             if fault is not None and not names:
@@ -252,25 +280,25 @@ def read_csv(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterato
 
 
 def _parse_turns(cell: str) -> Any:
-    """Return the turn or the turns that a cell holds as JSON; return any other cell unchanged.
+    """Return the turn or the turns that a cell contains as JSON; return any other cell unchanged.
 
-    CSV has no lists, so only the content tells whether a `prompt` holds turns or text.
+    CSV has no lists, so only the content shows whether a field such as `prompt` contains turns or text.
     """
-    if cell[:1] not in ("[", "{"):
+    if not cell.startswith(("[", "{")):
         return cell
     try:
         value = json.loads(cell)
     except (ValueError, RecursionError):
         return cell
     turns = value if isinstance(value, list) else [value]
-    is_turns = all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in turns)
-    return value if turns and is_turns else cell
+    are_turns = all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in turns)
+    return value if turns and are_turns else cell
 
 
 def read_stdlib_source(
     span: FileSpan, bad: BadRecordPolicy, field: str | None
 ) -> Iterator[tuple[str, Record]]:
-    """Yield a module of the standard library; the few that are not UTF-8 are skipped."""
+    """Yield the source of a module of the standard library as one text; nothing if it is not UTF-8."""
     with open_stream(span.path, span.compression) as stream:
         content = stream.read()
     try:
@@ -282,7 +310,7 @@ def read_stdlib_source(
 def read_stdlib_topics(
     span: FileSpan, bad: BadRecordPolicy, field: str | None
 ) -> Iterator[tuple[str, Record]]:
-    """Yield the topics of Python's documentation, in the order of their names."""
+    """Yield the texts of the topics of Python's documentation, in the order of the topics' names."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
@@ -300,3 +328,4 @@ READERS: dict[str, Reader] = {
     "stdlib_source": read_stdlib_source,
     "stdlib_topics": read_stdlib_topics,
 }
+"""Readers by `FileSpan.kind`."""

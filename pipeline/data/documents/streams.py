@@ -19,10 +19,10 @@ from typing import Any, BinaryIO, NamedTuple
 from pipeline.errors import DataError
 from pipeline.files import format_bytes
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-BUFFER_SIZE = 1 << 20
-LARGEST_RATIO = 200  # of decompressed to compressed size; text rarely reaches 10
-HARMLESS_SIZE = 1 << 30  # decompressed bytes below which the ratio is not checked
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # suffix -> name of the compression in pyarrow
+BUFFER_SIZE = 1 << 20  # bytes
+MAX_COMPRESSION_RATIO = 200  # of decompressed to compressed size; text rarely reaches 10
+UNCHECKED_BYTES = 1 << 30  # decompressed bytes up to which the ratio is not checked
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class FileSpan:
         path: Path of the file.
         kind: Reader of the file, a key of READERS.
         compression: A value of COMPRESSIONS, or "" for a plain file.
-        start: Begin of the range: a byte offset in JSONL files, a row group in parquet files, else 0.
+        start: Start of the range: a byte offset in JSONL files, a row group in parquet files, else 0.
         end: End of the range (exclusive), in the same unit; `None` for the end of the file.
-        first: Number (from 1) of the first line or row in the file.
+        first: Number of the range's first line or row, counted from 1 at the start of the file.
     """
 
     path: str
@@ -48,10 +48,15 @@ class FileSpan:
 
 @contextmanager
 def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
-    """Open the decompressed content for reading from its beginning; only plain files can seek.
+    """Open the decompressed content of a file; only the stream of a plain file can seek.
+
+    Args:
+        path: Path of the file.
+        compression: A value of COMPRESSIONS, or "" for a plain file.
 
     Raises:
-        DataError: The file cannot be read, or its compressed content is damaged or incomplete.
+        DataError: The file cannot be read, its compressed content is damaged or incomplete, or it
+            decompresses to more than MAX_COMPRESSION_RATIO times its size. Reads of the stream raise it, too.
     """
     try:
         with open(path, "rb", buffering=BUFFER_SIZE) as file:
@@ -71,7 +76,7 @@ def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
 
 
 class _BoundedStream(io.RawIOBase):
-    """Decompressed content, which raises an error if a small file decompresses to enormous amounts.
+    """Stream of decompressed content that raises DataError if the content is far larger than the file.
 
     One line of such a file could fill the memory.
     """
@@ -79,18 +84,18 @@ class _BoundedStream(io.RawIOBase):
     def __init__(self, path: str, stream: Any) -> None:
         self._path = path
         self._stream = stream
-        self._left = max(HARMLESS_SIZE, LARGEST_RATIO * os.path.getsize(path))
+        self._bytes_left = max(UNCHECKED_BYTES, MAX_COMPRESSION_RATIO * os.path.getsize(path))
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         size: int = self._stream.readinto(buffer)
-        self._left -= size
-        if self._left < 0:
+        self._bytes_left -= size
+        if self._bytes_left < 0:
             raise DataError(
-                f"{self._path}: decompresses to more than {LARGEST_RATIO} times its size, unlike text; "
-                "decompress it yourself if it is to be trusted"
+                f"{self._path}: decompresses to more than {MAX_COMPRESSION_RATIO} times its size, unlike "
+                "text; if you trust the file, decompress it yourself"
             )
         return size
 
@@ -106,7 +111,7 @@ def decode_utf8(content: bytes, where: str, offset: int) -> str:
     Args:
         content: Bytes of the (decompressed) file.
         where: Location for messages: the file, or file and line.
-        offset: Offset of `content` in the file, in bytes.
+        offset: Offset of `content` in the (decompressed) file in bytes, for the message.
 
     Raises:
         DataError: The content is not UTF-8.
@@ -116,29 +121,32 @@ def decode_utf8(content: bytes, where: str, offset: int) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: not UTF-8: byte 0x{content[error.start]:02x} at byte offset {offset + error.start}; "
-            "convert the file (iconv -t UTF-8) or leave it out"
+            "convert the file (iconv -t UTF-8) or remove it"
         ) from None
 
 
-FILE_NAME = "digests.sqlite"
+DATABASE_NAME = "digests.sqlite"
 WAIT_SECONDS = 60.0  # longest wait for other processes that write to the database
-# Files that changed within this time are not cached: a second change within one tick of the file system's
-# clock would not show in the time stamp.
+# Values of files that changed within this time are not cached: a second change within one tick of the file
+# system's clock would not change the time stamp.
 SETTLED_NANOSECONDS = 2_000_000_000
-TABLE = (
+CREATE_TABLE = (
     "CREATE TABLE IF NOT EXISTS found (path TEXT, what TEXT, size INTEGER, mtime_ns INTEGER, inode INTEGER,"
     " value TEXT, PRIMARY KEY (path, what)) WITHOUT ROWID"
 )
-KNOWN = "SELECT value FROM found WHERE path=? AND what=? AND size=? AND mtime_ns=? AND inode=?"
+SELECT_VALUE = "SELECT value FROM found WHERE path=? AND what=? AND size=? AND mtime_ns=? AND inode=?"
 log = logging.getLogger(__name__)
 
 
 class FileStamp(NamedTuple):
-    """Size in bytes, time of last change and inode of a file; a different stamp means a changed file."""
+    """Size, time and inode of a file; if one of them differs, the file has changed."""
 
     size: int
+    """Size in bytes."""
     mtime_ns: int
+    """Time of the last change in nanoseconds since 1970."""
     inode: int
+    """Number of the file in its file system; it changes when the file is replaced."""
 
 
 def read_file_stamp(path: str | Path) -> FileStamp:
@@ -160,60 +168,73 @@ def hash_json(content: Any) -> str:
 
 
 class DigestCache:
-    """Cache of values computed from files, by path and stamp, in `cache_dir`; safe for concurrent processes.
+    """Cache of values that were computed from files, by path and stamp; safe for concurrent processes.
+
+    If the database cannot be used, all values are computed each time.
 
     Args:
-        folder: The `cache_dir` of the recipe; created if it does not exist.
+        folder: Folder of the database, the `cache_dir` of the recipe; created if it does not exist.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE_NAME
+        self.path = folder / DATABASE_NAME
 
     def get_or_compute(
-        self, paths: Sequence[str], what: str, compute: Callable[[str], Any]
+        self, paths: Sequence[str], value_name: str, compute: Callable[[str], Any]
     ) -> dict[str, tuple[FileStamp, Any]]:
         """Return the stamp and value of each file; compute the values of new and changed files, in threads.
 
         Args:
             paths: Paths of the files.
-            what: Name that identifies the function `compute` in the cache.
-            compute: Function from path to a JSON value.
+            value_name: Name of the value in the cache; a change of `compute` needs another name.
+            compute: Function from path to a JSON value, safe to call in threads.
 
         Raises:
             DataError: A file does not exist, cannot be read, or changes while it is read. Errors of `compute`
                 are raised as they are.
         """
         stamps = {path: read_file_stamp(path) for path in paths}
-        keys = {path: (os.path.abspath(path), what, *stamp) for path, stamp in stamps.items()}
-        found = {path: json.loads(rows[0][0]) for path, rows in self._run(KNOWN, keys) if rows}
-        missing = [path for path in stamps if path not in found]
+        keys = {path: (os.path.abspath(path), value_name, *stamp) for path, stamp in stamps.items()}
+        cached_rows = self._run_for_each(SELECT_VALUE, keys)
+        computed = {path: json.loads(rows[0][0]) for path, rows in cached_rows if rows}
+        missing = [path for path in stamps if path not in computed]
         size = sum(stamps[path].size for path in missing)
-        if size > 1e9:
-            message = "hashing the content of %d files of %s"
-            log.info(message, len(missing), format_bytes(size))
+        if size > 1e9:  # takes more than about a second
+            log.info("hashing %d files, %s in total", len(missing), format_bytes(size))
         pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))  # threads, since hashing releases the GIL
-        news: dict[str, tuple[Any, ...]] = {}
+        new_rows: dict[str, tuple[Any, ...]] = {}
         try:
             for path, value in zip(missing, pool.map(compute, missing), strict=True):
                 if read_file_stamp(path) != stamps[path]:
-                    raise DataError(f"{path}: changed while it was read; start again when it is finished")
-                found[path] = value
+                    raise DataError(
+                        f"{path}: changed while it was read; start again when no program writes to it"
+                    )
+                computed[path] = value
                 if time.time_ns() - stamps[path].mtime_ns > SETTLED_NANOSECONDS:
-                    news[path] = (*keys[path], json.dumps(value))
+                    new_rows[path] = (*keys[path], json.dumps(value))
         finally:
             pool.shutdown(cancel_futures=True)
-            self._run("INSERT OR REPLACE INTO found VALUES (?, ?, ?, ?, ?, ?)", news)
-        return {path: (stamps[path], found[path]) for path in paths}
+            self._run_for_each("INSERT OR REPLACE INTO found VALUES (?, ?, ?, ?, ?, ?)", new_rows)
+        return {path: (stamps[path], computed[path]) for path in paths}
 
-    def _run(self, command: str, values: dict[str, tuple[Any, ...]]) -> list[tuple[str, list[Any]]]:
-        """Run a command for each path and return the rows; return nothing if the database cannot be used."""
+    def _run_for_each(self, command: str, values: dict[str, tuple[Any, ...]]) -> list[tuple[str, list[Any]]]:
+        """Run an SQL command for each path, and create the database if it does not exist.
+
+        Args:
+            command: Command with a `?` for each value.
+            values: Values of the command by path.
+
+        Returns:
+            Each path with the rows of its result; an empty list if the database cannot be used, which is
+            logged.
+        """
         if not values:
             return []
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.path, timeout=WAIT_SECONDS)) as database, database:
-                database.execute(TABLE)
+                database.execute(CREATE_TABLE)
                 return [(path, database.execute(command, each).fetchall()) for path, each in values.items()]
         except (sqlite3.Error, OSError) as error:
-            log.warning("%s cannot be used (%s): files are hashed again; delete it", self.path, error)
+            log.warning("%s cannot be used (%s): all files are hashed; delete this file", self.path, error)
             return []

@@ -299,7 +299,7 @@ def _log_summary(prepared: PreparedDocuments) -> None:
         trained = f"{source.train.num_documents:,} documents, {source.train.num_tokens:,} tokens"
         held_out = f"{source.eval.num_documents:,} documents, {source.eval.num_tokens:,} tokens"
         log.info("%s: %s; %s held out", source.name, trained, held_out)
-        for line in source.tally.lines():
+        for line in source.tally.format_lines():
             log.info("%s: %s", source.name, line)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from documents_support import write
 
-from pipeline.data.documents.streams import FILE_NAME, DigestCache
+from pipeline.data.documents.streams import DATABASE_NAME, DigestCache
 from pipeline.errors import DataError
 
 
@@ -82,7 +82,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
 
 def test_a_cache_that_cannot_be_used_costs_time_alone(tmp_path, caplog):
     path = settled(tmp_path / "a", "one")
-    write(tmp_path / FILE_NAME, "no database, and long enough to be taken for a damaged one" * 100)
+    write(tmp_path / DATABASE_NAME, "no database, and long enough to be taken for a damaged one" * 100)
     assert values(DigestCache(tmp_path), [path], Look()) == [["one"]]
     assert "cannot be used (file is not a database)" in caplog.text
     write(tmp_path / "file", "")

@@ -35,7 +35,7 @@ def test_globs_and_overlapping_entries_take_a_file_once(tmp_path):
     assert names(tmp_path / "sub", tmp_path, tmp_path / "one.txt") == ["two.txt", "one.txt"]
     write(tmp_path / "odd[1].txt", "a name, no glob")
     assert names(tmp_path / "odd[1].txt") == ["odd[1].txt"]
-    with pytest.raises(DataError, match="is no glob"):
+    with pytest.raises(DataError, match="is not a valid glob"):
         names(tmp_path / "a**b")
 
 

@@ -76,4 +76,4 @@ def test_an_item_of_another_type_can_be_skipped(module, tmp_path):
 
 def test_an_argument_that_is_no_plain_value(module, tmp_path):
     config = source(iterable=f"{module}:texts", args={"count": {1, 2}})
-    assert "args hold no plain value" in one_line(config, tmp_path)
+    assert "args contain a value that is not JSON" in one_line(config, tmp_path)

@@ -57,7 +57,7 @@ def test_the_parts_together_are_the_files_in_order(tmp_path_factory, files, part
     expected = make(folder, files)
     config = source(folder)
     if not any(path.stat().st_size for path in folder.iterdir()):
-        assert "no text in" in one_line(config, folder)
+        assert "files, all empty" in one_line(config, folder)
         return
     assert texts(config, folder / ".cache", part_size=part_size) == expected
 
@@ -169,7 +169,7 @@ def test_a_source_without_text(tmp_path):
     for name in ("a.txt", "b.jsonl", "c.csv"):
         write(tmp_path / name, "")
     message = one_line(source(tmp_path), tmp_path / "cache")
-    assert message == f"data.paths: no text in 3 files, all empty (first: {tmp_path}/a.txt)"
+    assert message == f"data.paths: 3 files, all empty (first: {tmp_path}/a.txt); add text"
     assert str(no_text_error(source(tmp_path), Tally({"bad records": 3}))) == (
         f"data source web: no document of {tmp_path} has any text; 3 bad records were skipped "
         "(bad_records: error shows the first)"
@@ -186,7 +186,7 @@ def test_a_file_that_changes_after_it_was_found(tmp_path, harm):
         write(tmp_path / "b", "two").replace(path)
     else:
         path.unlink()
-    expected = "No such file" if harm == "gone" else "changed since its digest was made"
+    expected = "No such file" if harm == "gone" else "changed since its digest was computed"
     with pytest.raises(DataError, match=f"a.txt: .*{expected}"):
         list(read_records(part, Tally()))
 

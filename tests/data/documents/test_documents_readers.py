@@ -111,7 +111,7 @@ def test_damaged_compression(tmp_path, suffix, harm):
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_small_file_that_decompresses_without_an_end(tmp_path, monkeypatch, suffix):
     path = write(tmp_path / f"a.jsonl{suffix}", COMPRESS[suffix](b'{"text": "' + bytes(20_000_000)))
-    monkeypatch.setattr(streams, "HARMLESS_SIZE", 1 << 20)
+    monkeypatch.setattr(streams, "UNCHECKED_BYTES", 1 << 20)
     assert f"{path}: decompresses to more than 200 times its size" in one_line(source(path), tmp_path)
     few = write(tmp_path / f"b.txt{suffix}", COMPRESS[suffix](b"a" * 1_000_000))
     assert len(texts(source(few), tmp_path)[0]) == 1_000_000
@@ -140,7 +140,7 @@ def test_bad_records_are_skipped_and_counted_where_that_is_asked_for(tmp_path):
     assert found == ["1", "2", "3", "8", "good", "row"]
     assert tally == {"bad records": 5 + 4 + 1 + 1 + 1}
     first = f"{tmp_path}/a.jsonl:2: not UTF-8: byte 0xe9 at byte offset 27; convert the file (iconv -t UTF-8)"
-    assert tally.lines() == [f"bad records: 12 (first: {first} or leave it out)"]
+    assert tally.format_lines() == [f"bad records: 12 (first: {first} or remove it)"]
 
 
 JSON_ROWS = [{"text": "one", "n": 1}, {"text": "[two]", "n": None}]

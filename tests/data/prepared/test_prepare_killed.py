@@ -204,7 +204,9 @@ def test_a_file_that_changes_meanwhile_is_one_line(make_config, corpus, tmp_path
     meanwhile = threading.Thread(target=add_to_the_last)
     meanwhile.start()
     config = make_config(paths, cache)
-    with pytest.raises(DataError, match="^" + re.escape(f"{paths[-1]}: changed since its digest was made")):
+    with pytest.raises(
+        DataError, match="^" + re.escape(f"{paths[-1]}: changed since its digest was computed")
+    ):
         prepare_documents(config)
     meanwhile.join()
     kept = parts_of(cache)
