@@ -187,7 +187,7 @@ DATASETS = [
     dataset(
         "a state that names nothing there",
         "{here}/d",
-        "state.json: names 'x.arrow', which is no file",
+        "state.json: names 'x.arrow', which is not a file",
         **{"d/state__json": state("x.arrow")},
     ),
     dataset(
@@ -218,7 +218,7 @@ DATASETS = [
     dataset(
         "a pipe in a state",
         "{here}/d",
-        "names 'x.arrow', which is no file there",
+        "names 'x.arrow', which is not a file in the folder",
         **{"d/state__json": state("x.arrow"), "d/x__arrow": pipe},
     ),
     dataset(
