@@ -363,9 +363,9 @@ def show_shared_images(screen: Screen, train: Any, held_out: Mapping[str, Any]) 
         train: Training images.
         held_out: Data sets of held-out images, by name.
     """
-    trained = np.sort(train.images.hashes()[train.rows])
+    trained = np.sort(train.images.compute_hashes()[train.rows])
     for name, dataset in held_out.items():
-        hashes = np.sort(dataset.images.hashes()[dataset.rows])
+        hashes = np.sort(dataset.images.compute_hashes()[dataset.rows])
         shared = count_shared(hashes, trained)
         screen.line(f"{name}: {shared:,} of {len(hashes):,} held-out images are also trained on")
 

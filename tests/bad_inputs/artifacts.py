@@ -364,8 +364,8 @@ def images(wrong: str, *says: str, recipe: dict[str, Any] | None = None, **files
 
 IMAGES = [
     images("a folder of images that is not there", "data.path", "no such folder"),
-    images("a folder without classes", "holds no folders", "for each class", a__png="x"),
-    images("a class without images", "class folder", "cat holds no image", cat_a__txt="x", dog_a__png="x"),
+    images("a folder without classes", "has no folders", "for each class", a__png="x"),
+    images("a class without images", "class folder", "cat has no images", cat_a__txt="x", dog_a__png="x"),
     images("one class of images", "data.path", "cat", cat_a__png="x"),
     images("an image that is text", "a.png", "not a readable image", cat_a__png="hello", dog_a__png="x"),
     images("a pipe as an image", "a.png", cat_a__png=pipe, dog_a__png=pipe),

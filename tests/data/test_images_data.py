@@ -58,7 +58,7 @@ def error_of(path, **given):
 def contents(bundle, split):
     """The held images of a split, as stored."""
     dataset = bundle.train if split == "train" else bundle.eval["images"]
-    return {dataset.images.encoded(int(row)) for row in dataset.rows}
+    return {dataset.images.read_encoded(int(row)) for row in dataset.rows}
 
 
 def test_a_folder_of_classes(folder):
@@ -72,14 +72,14 @@ def test_a_folder_of_classes(folder):
             assert (item["inputs"].shape, item["inputs"].dtype) == ((3, 8, 8), torch.float32)
             assert item["labels"].dtype == torch.int64
             name = dataset.class_names[int(item["labels"])]
-            assert f"/{name}/" in dataset.images.where(int(dataset.rows[index]))
+            assert f"/{name}/" in dataset.images.get_path(int(dataset.rows[index]))
     batch = bundle.collate([bundle.train[0], bundle.train[1]])
     assert batch["inputs"].shape == (2, 3, 8, 8)
 
 
 def test_pixels_are_normalised(folder):
     bundle = prepare(folder, mean=[0.5, 0.25, 0.0], std=[0.5, 2.0, 1.0])
-    pixels, item = bundle.train.pixels(3), bundle.train[3]["inputs"]
+    pixels, item = bundle.train.read_pixels(3), bundle.train[3]["inputs"]
     for channel, (mean, std) in enumerate(((0.5, 0.5), (0.25, 2.0), (0.0, 1.0))):
         assert torch.allclose(item[channel] * std + mean, pixels[channel], atol=1e-6)
     assert prepare(folder, channels=1).train[0]["inputs"].shape == (1, 8, 8)
@@ -127,7 +127,7 @@ def test_hidden_folders_are_no_classes_and_not_all_can_be_held_out(folder):
 def test_a_folder_of_splits_is_told(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "val")
     told = f"write data.path={folder} and data.eval_path={tmp_path / 'val'}"
-    assert f"data.path: {tmp_path} holds train/ and val/: {told}" in error_of(tmp_path)
+    assert f"data.path: {tmp_path} has the splits train/ and val/: {told}" in error_of(tmp_path)
     for name in ("train", "val"):  # two classes of these names
         for number, file in enumerate(sorted((tmp_path / name).rglob("*.png"))):
             file.rename(tmp_path / name / f"{number}.png")
@@ -142,7 +142,7 @@ def test_a_folder_of_splits_is_told(folder, tmp_path):
 def test_a_damaged_image_is_named(folder, content):
     (folder / "cat" / "5.png").write_bytes(content)
     dataset = prepare(folder, eval_fraction=0).train
-    damaged = next(i for i in range(60) if dataset.images.where(i).endswith("cat/5.png"))
+    damaged = next(i for i in range(60) if dataset.images.get_path(i).endswith("cat/5.png"))
     with pytest.raises(DataError, match=r"cat/5\.png: not a readable image") as caught:
         dataset[damaged]
     assert "\n" not in str(caught.value)
@@ -297,7 +297,10 @@ def test_the_usual_ones(augmentations):
     ("augmentations", "message"),
     [
         ({"RandomHorizontalFlip": {"p": "often"}}, "RandomHorizontalFlip.p: 'often'; expected a number"),
-        ({"ColorJitter": {"brightness": -3.0}}, "ColorJitter.brightness: -3.0; expected a number from 0 on"),
+        (
+            {"ColorJitter": {"brightness": -3.0}},
+            "ColorJitter.brightness: -3.0; expected a number of at least 0",
+        ),
         ({"RandomErasing": {"scale": [0.5, 0.1]}}, "scale: [0.5, 0.1]; expected two numbers from 0 to 1"),
         ({"RandomErasing": {"scale": 0.5}}, "scale: 0.5; expected two numbers from 0 to 1"),
         ({"RandomErasing": {"p": 5}}, "p: 5; expected a number from 0 to 1"),
