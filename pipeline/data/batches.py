@@ -212,8 +212,8 @@ def raise_if_error(batch: Any) -> Batch:
 
 
 _PACKED_SEQUENCE_MESSAGE = (
-    "the batch holds a PackedSequence, which cannot be divided over devices; collate with pad_sequence, pass "
-    "the lengths along, and let the model's forward call pack_padded_sequence"
+    "the batch contains a PackedSequence, which cannot be divided over devices; collate with pad_sequence, "
+    "pass the lengths along, and let the model's forward call pack_padded_sequence"
 )
 
 
@@ -363,7 +363,7 @@ def _format_uneven_message(where: str, shapes: list[Any]) -> str:
     )
 
 
-INTEGER_TYPES = (torch.int64, torch.int32, torch.int16)  # dtypes of indices; uint8 holds pixels
+INTEGER_TYPES = (torch.int64, torch.int32, torch.int16)  # dtypes of indices; uint8 is the dtype of pixels
 # Entries whose values are not measured: they are no indices, or this package makes them itself.
 UNMEASURED_ENTRIES = ("position_ids", "attention_mask", "segments", "segment_kinds")
 

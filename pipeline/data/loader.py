@@ -166,7 +166,7 @@ def read_batches(
     pin_memory: bool,
     persistent: bool,
 ) -> Iterable[LoadedBatch | PipelineError]:
-    """Return an iterable of the selected batches; a batch that cannot be read comes as its error.
+    """Return an iterable of the selected batches, with an error in place of a batch that cannot be read.
 
     Args:
         reader: Reads a batch.
@@ -389,7 +389,7 @@ class TrainLoader:
     def _read_group(self) -> list[Batch]:
         """Return the next group in host memory; start the workers if none run."""
         if self._batches is None:
-            # The iterator is endless: it never ends a pass, so its workers live on without being persistent.
+            # The selections are endless, so workers stay alive without being persistent.
             batches = read_batches(
                 self._reader,
                 self._iter_selections(samples_seen=self.samples_seen, left_out=self._left_out),

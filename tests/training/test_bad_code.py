@@ -223,7 +223,7 @@ def own(section, name):
         ([own("data", "endless")], "returned a Endless for \"train\"; expected a map-style torch Dataset"),
         ([own("data", "loaders")], "return the data set, and the batches are made for you"),
         ([own("data", "arrays")], "returned a tuple for \"train\"; expected a map-style"),
-        (["data.collate_fn=test_bad_code:packed"], "the batch holds a PackedSequence"),
+        (["data.collate_fn=test_bad_code:packed"], "the batch contains a PackedSequence"),
         (["data.collate_fn=test_bad_code:left_out"], "a batch without a sample: inputs (0,"),
         (["data.collate_fn=test_bad_code:of_two"], "missing a required argument: 'more'"),
         (["data.collate_fn=test_bad_code:no_such"], "has no 'no_such'"),

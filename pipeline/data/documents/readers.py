@@ -109,7 +109,7 @@ def iter_table_records(
         first: Number of the first row.
 
     Raises:
-        DataError: A column of type JSON holds invalid JSON.
+        DataError: A column of type JSON contains invalid JSON.
     """
     json_types = {
         column.name: column.type for column in batch.schema if "extension<arrow.json>" in str(column)
@@ -122,7 +122,7 @@ def iter_table_records(
                     row[name] = _decode_json(row[name], kind)
                 except (ValueError, RecursionError) as error:
                     raise DataError(
-                        f"{where}: column {name!r} has the type JSON and holds invalid JSON: {error}; "
+                        f"{where}: column {name!r} has the type JSON and contains invalid JSON: {error}; "
                         "write the table again"
                     ) from None
             yield where, row

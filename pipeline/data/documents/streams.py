@@ -130,6 +130,7 @@ WAIT_SECONDS = 60.0  # longest wait for other processes that write to the databa
 # Values of files that changed within this time are not cached: a second change within one tick of the file
 # system's clock would not change the time stamp.
 SETTLED_NANOSECONDS = 2_000_000_000
+# The names of table and columns must stay: other names would lose the digests in existing databases.
 CREATE_TABLE = (
     "CREATE TABLE IF NOT EXISTS found (path TEXT, what TEXT, size INTEGER, mtime_ns INTEGER, inode INTEGER,"
     " value TEXT, PRIMARY KEY (path, what)) WITHOUT ROWID"

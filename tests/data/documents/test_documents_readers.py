@@ -286,7 +286,7 @@ def test_json_in_a_table_is_what_it_stands_for(tmp_path):
     assert found == [{"a": [{"c": [1]}, None, None, "d"], "b": '"d"'}, {"a": None, "b": None}, None]
     pq.write_table(pa.table({"text": json_array("{}", "{")}), path)
     message = (
-        f"{path}: row 2: column 'text' has the type JSON and holds invalid JSON: Expecting property name"
+        f"{path}: row 2: column 'text' has the type JSON and contains invalid JSON: Expecting property name"
     )
     with pytest.raises(DataError, match=re.escape(message)):
         read(source(path), tmp_path)
