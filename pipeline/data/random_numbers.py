@@ -107,8 +107,8 @@ def derive_token_keys(batch: Mapping[str, Any], *key: int) -> Tensor:
             f"model.neftune_alpha: the batch has no input_ids (rows, tokens), but {format_batch(batch)}"
         )
     is_unmasked, is_begin = _find_documents(host, ids)  # is_unmasked has the values 0 and 1
-    # All arrays are flat, of B * T tokens, or of the documents, where it says so.
-    starts = np.flatnonzero(is_begin)  # of the documents
+    # Arrays have a value for each of the B * T tokens; `starts` and `document_hashes`, for each document.
+    starts = np.flatnonzero(is_begin)
     document = np.cumsum(is_begin.reshape(-1)) - 1
     tokens_before = np.cumsum(is_unmasked) - is_unmasked
     places = (tokens_before - tokens_before[starts][document]).astype(np.uint64)  # in the token's document
