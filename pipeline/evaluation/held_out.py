@@ -50,10 +50,10 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the means over the held-out data, equal for any number of ranks. Collective.
 
-    `eval/loss` is the exact mean over all sets of `loader.names_in_mean` together, and so are the objective's further
-    means, such as `eval/accuracy`. If losses are counted per token, `eval/perplexity` is added. With several
-    sets, the same means of each set are added as `eval/<set>/...`. If no target counts, the loss is NaN, and
-    `targets` with the value 0 is added.
+    `eval/loss` is the exact mean over all sets of `loader.names_in_mean` together, and so are the objective's
+    further means, such as `eval/accuracy`. If losses are counted per token, `eval/perplexity` is added. With
+    several sets, the same means of each set are added as `eval/<set>/...`. If no target counts, the loss is
+    NaN, and `targets` with the value 0 is added.
 
     Every rank runs the same number of batches.
 
