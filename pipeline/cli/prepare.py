@@ -21,7 +21,7 @@ merged afterwards:
   sbatch --array=0-15 --wrap '%(prog)s --config R.yaml \\
       --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT'
 """
-AFTER_INTERRUPT = "finished parts are kept; run the same command to continue"
+AFTER_INTERRUPT = "finished parts remain; run the same command to continue"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,12 @@
-"""Files of a prepared part: little-endian arrays and an index, written batch by batch and memory-mapped.
+"""Reads and writes the files of prepared parts: little-endian arrays and an index for each part.
 
 A part is a folder, named by the hash of everything that decides its bytes: some tens of MB of input, the
-tokenizer and the settings. A changed file changes only its part, and unchanged data is found without reading
-a token. Parts that several machines prepared need no merging, and a killed process leaves the finished parts.
-Arrow or a single file would have to be rewritten.
+tokenizer and the settings. A changed input file changes only its own parts, and the name alone shows that a
+part can be used again. Parts of several machines need no merging. If a process is killed, its finished parts
+remain. A single file for all data, such as an Arrow file, would be rewritten after each change.
 
-Parts keep no file open: a map takes a file descriptor, and a terabyte of text is 30,000 parts.
+Arrays are written batch by batch and memory-mapped for reading. No map stays open: it would take a file
+descriptor, and a terabyte of text has 30,000 parts.
 """
 
 from __future__ import annotations
@@ -31,19 +32,25 @@ from pipeline.data.prepared.encoder import TokenizedDocument
 from pipeline.errors import DataError
 from pipeline.files import format_bytes, publish_folder, replace_file
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORMAT_VERSION = 2  # part of every key: increase it when a change alters the files
-INDEX = "part.json"
-CHECKED = "checked.json"  # times of last change at which the files' checksums were right
+INDEX_FILE = "part.json"
+MTIMES_FILE = "checked.json"  # each file's modification time (ns) at which its checksum was right
 SPLITS = ("train", "eval")
-MAX_SEGMENTS = 2  # segments per document
+MAX_SEGMENTS = 2  # per document
 NOTICE_SECONDS = 20.0  # between two log lines of a process that waits for another one
+CONTINUE_ADVICE = "finished parts remain; run the same command to continue"
+RESTART_ADVICE = "start again: damaged parts are prepared again"
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def explain_write_errors(cache_dir: Path, what: str) -> Iterator[None]:
-    """Turn an OSError of the body into an error that names the folder, the free space and what to do.
+    """Convert an OSError of the body to a DataError with the folder, the free space and advice.
+
+    Args:
+        cache_dir: Folder of the cache.
+        what: Name of the content that is written, such as "a lock file".
 
     Raises:
         DataError: The disk is full, or `cache_dir` cannot be written.
@@ -55,83 +62,91 @@ def explain_write_errors(cache_dir: Path, what: str) -> Iterator[None]:
             free = f"{format_bytes(shutil.disk_usage(cache_dir).free)} free there"
         except OSError:
             free = "the folder does not exist"
-        todo = "make room, or set" if error.errno in NO_ROOM else "set"
+        advice = "set data.cache_dir to another folder"
+        if error.errno in DISK_FULL_ERRORS:
+            advice = f"make room, or {advice}"
         raise DataError(
             f"data.cache_dir {cache_dir}: {what} cannot be written: {error.strerror or error} ({free}); "
-            f"{todo} data.cache_dir to another folder; what is finished is kept: run the same command "
-            "again to continue"
+            f"{advice}; {CONTINUE_ADVICE}"
         ) from error
 
 
 @contextmanager
 def hold_lock(cache_dir: Path, name: str, notice: Callable[[], str] | None) -> Iterator[bool]:
-    """Hold a lock of the cache. The system releases it if the process ends in any way.
+    """Hold a lock of the cache during the body. The system releases the lock if the process is killed.
 
     Args:
         cache_dir: Folder of the cache.
         name: Name of the lock.
-        notice: Function that returns the line to log while another process holds the lock; `None` to not
-            wait.
+        notice: Function that returns the line to log while this process waits for another one's lock; `None`
+            to not wait.
 
     Yields:
-        Whether the lock is held.
+        Whether this process has the lock; always true if `notice` is given.
+
+    Raises:
+        DataError: The lock file cannot be written.
     """
     folder = cache_dir / "locks"
     with explain_write_errors(cache_dir, "a lock file"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"{name}.lock")
-        seconds = 0.0
+        timeout = 0.0
         while not lock.is_locked:
             try:
-                lock.acquire(timeout=seconds)
+                lock.acquire(timeout=timeout)
             except Timeout:
                 if notice is None:
                     break
                 log.info("%s", notice())
-                seconds = NOTICE_SECONDS
+                timeout = NOTICE_SECONDS
     try:
         yield lock.is_locked
     finally:
         lock.release()
 
 
-_unfinished: set[Path] = set()
+_unfinished_folders: set[Path] = set()
 
 
-def discard_unfinished() -> None:
-    """Remove the folders that `fill_folder` has not published; called when the process is about to end."""
-    for folder in _unfinished:
+def remove_unfinished_folders() -> None:
+    """Remove the temporary folders of `fill_folder`; a worker calls this when it is terminated."""
+    for folder in _unfinished_folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def fill_folder(folder: Path, cache_dir: Path, what: str) -> Iterator[Path]:
-    """Yield an empty folder, which is renamed to `folder` after all of its files are on the disk.
+    """Yield an empty folder; after the body, flush its files to the disk and rename it to `folder`.
 
     The caller must hold a lock for this folder. If the body raises an exception, the files are removed.
 
     Args:
-        folder: Path of the finished folder.
+        folder: Path of the finished folder, which replaces an existing one.
         cache_dir: Folder of the cache, for messages.
         what: Name of the content in messages.
+
+    Raises:
+        DataError: The disk is full, or `cache_dir` cannot be written.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
-    _unfinished.add(temporary)
+    _unfinished_folders.add(temporary)
     try:
         with explain_write_errors(cache_dir, what):
             shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
             temporary.mkdir(parents=True)
         yield temporary
         with explain_write_errors(cache_dir, what):
-            write_json(temporary / CHECKED, {path.name: _read_mtime(path) for path in temporary.iterdir()})
-            if folder.exists():  # a damaged one, which the caller replaces
+            mtimes = {path.name: _read_mtime(path) for path in temporary.iterdir()}
+            write_json(temporary / MTIMES_FILE, mtimes)
+            if folder.exists():  # a damaged one
                 shutil.rmtree(folder)
             publish_folder(temporary, folder, temporary.iterdir())
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
-        _unfinished.discard(temporary)
+        _unfinished_folders.discard(temporary)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -146,42 +161,44 @@ def _read_mtime(path: Path) -> int:
 def find_damage(folder: Path, index: str, verify: bool) -> str | None:
     """Return a description of damage to the files that a folder's index lists; `None` if there is none.
 
-    The checksum of a file is compared if the file was changed or copied since the last comparison.
+    A checksum is compared only if the file was changed or copied since the last comparison. The modification
+    times of compared files are written to MTIMES_FILE.
 
     Args:
         folder: Folder with the files.
-        index: Name of the index, whose `files` has `bytes` and `xxh3_128` of each file.
+        index: File name of the index, whose `files` has `bytes` and `xxh3_128` of each file.
         verify: Whether to compare the checksums of all files.
     """
     files = (read_json_object(folder / index) or {}).get("files")
     if not files:
         return f"{index} cannot be read"
-    known = read_json_object(folder / CHECKED) or {}
-    times = {}
+    compared_mtimes = read_json_object(folder / MTIMES_FILE) or {}
+    mtimes = {}
     for name, expected in files.items():
         try:
             size = (folder / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes, {expected['bytes']} were written"
-            times[name] = _read_mtime(folder / name)
-            is_read = verify or known.get(name) != times[name]
-            if is_read and compute_checksum(folder / name) != expected["xxh3_128"]:
-                return f"the content of {name} is not what was written, by its checksum"
+            mtimes[name] = _read_mtime(folder / name)
+            must_compare = verify or compared_mtimes.get(name) != mtimes[name]
+            if must_compare and compute_checksum(folder / name) != expected["xxh3_128"]:
+                return f"the checksum of {name} is not that of the written content"
         except OSError as error:
             return f"{name}: {error.strerror or error}"
-    if not times.items() <= known.items():
+    has_new_mtimes = not mtimes.items() <= compared_mtimes.items()
+    if has_new_mtimes:
         with suppress(OSError):  # if this cannot be written, the next start compares the checksums again
-            replace_file(folder / CHECKED, json.dumps(times))
+            replace_file(folder / MTIMES_FILE, json.dumps(mtimes))
     return None
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; `None` if the file cannot be read or holds no object."""
+    """Return the object in a JSON file; `None` if the file cannot be read or contains no object."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def compute_checksum(path: Path) -> str:
@@ -192,7 +209,7 @@ def compute_checksum(path: Path) -> str:
 
 def find_part_damage(folder: Path, verify: bool) -> str | None:
     """Return a description of damage to an existing prepared part; `None` if there is none."""
-    return find_damage(folder, INDEX, verify)
+    return find_damage(folder, INDEX_FILE, verify)
 
 
 def is_prepared(folder: Path) -> bool:
@@ -201,15 +218,18 @@ def is_prepared(folder: Path) -> bool:
 
 
 def hash_keys(keys: Iterable[bytes]) -> NDArray[np.uint64]:
-    """Return 64-bit hashes (documents,) of keys, which decide what is held out and identify duplicates."""
+    """Return a 64-bit hash (documents,) of each document's key.
+
+    Hashes decide which documents are held out, and find duplicates.
+    """
     digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in keys)
     return np.frombuffer(digests, dtype=">u8").astype("<u8")
 
 
 def select_held_out(hashes: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bool_]:
-    """Return (documents,) whether each document is held out.
+    """Return (documents,) whether each document is held out: a share of `eval_fraction`, from 0 to 1.
 
-    Only the document's own hash decides, so that its split does not change when other documents are added.
+    Only a document's own hash decides, so adding other documents does not change its split.
     """
     bound = math.ceil(eval_fraction * 2**64)
     if bound >= 2**64:
@@ -219,7 +239,7 @@ def select_held_out(hashes: NDArray[np.uint64], eval_fraction: float) -> NDArray
 
 
 class _ChecksummedFile:
-    """A file that is appended to, with its size and checksum."""
+    """A new file to append to, with its size and checksum."""
 
     def __init__(self, path: Path) -> None:
         self.bytes = 0
@@ -242,14 +262,17 @@ class PartWriter:
     """Writes the files of a part: call `append` for each batch, then `finish`.
 
     The files of each split are `tokens` (ids), `ends` (int64, the offset after each document), `hashes`
-    (uint64) and `learned` (uint8, the loss mask). Judged answers have `segments` (int32) and `margins`
-    (float32, NaN if not known) as well; see TokenizedDocument.
+    (uint64) and `learned` (uint8, the loss mask). Preference data also has `segments` (int32) and `margins`
+    (float32, NaN if not known); see TokenizedDocument.
 
     Args:
         folder: Folder to write to.
         dtype: Type of the ids.
         has_loss_mask: Whether to write the files `learned`.
         has_segments: Whether to write the files `segments` and `margins`.
+
+    Raises:
+        OSError: A file cannot be written; `append` and `finish` raise it, too.
     """
 
     def __init__(
@@ -267,14 +290,17 @@ class PartWriter:
         self._files = {name: _ChecksummedFile(folder / name) for name in names}
 
     def append(self, documents: Sequence[TokenizedDocument], eval_fraction: float) -> None:
-        """Add documents, each to the split that its hash decides."""
+        """Write documents, each to the split that its hash decides; see `select_held_out`."""
         hashes = hash_keys(document.key for document in documents)
         held_out = select_held_out(hashes, eval_fraction)
-        for split, chosen in (("train", ~held_out), ("eval", held_out)):
-            if chosen.any():
-                self._append(split, list(compress(documents, chosen.tolist())), hashes[chosen])
+        for split, is_in_split in (("train", ~held_out), ("eval", held_out)):
+            if is_in_split.any():
+                chosen = list(compress(documents, is_in_split.tolist()))
+                self._append_to_split(split, chosen, hashes[is_in_split])
 
-    def _append(self, split: str, documents: list[TokenizedDocument], hashes: NDArray[np.uint64]) -> None:
+    def _append_to_split(
+        self, split: str, documents: list[TokenizedDocument], hashes: NDArray[np.uint64]
+    ) -> None:
         lengths = np.fromiter((len(document.ids) for document in documents), np.int64, len(documents))
         ends = self._tokens[split] + np.cumsum(lengths)
         tokens = np.concatenate([document.ids for document in documents]).astype(self._dtype, copy=False)
@@ -282,11 +308,11 @@ class PartWriter:
         self._files[f"{split}.ends"].append(ends.astype("<i8", copy=False))
         self._files[f"{split}.hashes"].append(hashes)
         if self._has_loss_mask:
-            each = [
+            masks = [
                 np.ones(len(document.ids), np.uint8) if document.loss_mask is None else document.loss_mask
                 for document in documents
             ]
-            self._files[f"{split}.learned"].append(np.concatenate(each).astype(np.uint8, copy=False))
+            self._files[f"{split}.learned"].append(np.concatenate(masks).astype(np.uint8, copy=False))
         if self._has_segments:
             self._append_segments(split, documents)
         self._documents[split] += len(documents)
@@ -301,17 +327,17 @@ class PartWriter:
         self._files[f"{split}.segments"].append(table.reshape(-1))
         self._files[f"{split}.margins"].append(np.array(margins, dtype="<f4"))
 
-    def finish(self, facts: dict[str, Any]) -> None:
-        """Close the files, and write an index with counts, checksums and `facts`."""
+    def finish(self, further_entries: dict[str, Any]) -> None:
+        """Close the files, and write an index with counts, checksums and further entries."""
         index = {
-            **facts,
+            **further_entries,
             "dtype": self._dtype.str,
             "documents": self._documents,
             "tokens": self._tokens,
             "has_learned": self._has_loss_mask,
             "files": {name: file.close() for name, file in self._files.items()},
         }
-        write_json(self._folder / INDEX, index)
+        write_json(self._folder / INDEX_FILE, index)
 
 
 class TokenPart:
@@ -321,14 +347,21 @@ class TokenPart:
         folder: Folder of the part.
         split: "train" or "eval".
 
+    Attributes:
+        folder: Folder of the part.
+        split: "train" or "eval".
+        num_documents: Number of documents in the split.
+        num_tokens: Number of tokens in the split.
+        has_loss_mask: Whether the part has a loss mask; otherwise all tokens are in the loss.
+
     Raises:
-        DataError: The folder contains no prepared part.
+        DataError: The folder contains no prepared part. Each array raises it if its file cannot be read.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
-        index = read_json_object(folder / INDEX)
+        index = read_json_object(folder / INDEX_FILE)
         if index is None:
-            raise DataError(f"prepared data {folder} cannot be read; start again")
+            raise DataError(f"prepared data {folder} cannot be read; {RESTART_ADVICE}")
         self.folder = folder
         self.split = split
         self.num_documents: int = index["documents"][split]
@@ -373,9 +406,9 @@ class TokenPart:
             # Convert to a plain array, because slicing numpy's memmap class is slow.
             return np.memmap(path, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
         except (OSError, ValueError) as error:
-            is_full = isinstance(error, OSError) and error.errno == errno.EMFILE
-            todo = "raise the limit of open files (ulimit -n)" if is_full else "start again"
-            raise DataError(f"prepared data {path} cannot be read ({error}); {todo}") from None
+            has_too_many_files = isinstance(error, OSError) and error.errno == errno.EMFILE
+            advice = "raise the limit of open files (ulimit -n)" if has_too_many_files else RESTART_ADVICE
+            raise DataError(f"prepared data {path} cannot be read ({error}); {advice}") from None
 
 
 class TokenStore:
@@ -408,5 +441,5 @@ class TokenStore:
 
     @property
     def has_loss_mask(self) -> bool:
-        """Return whether some tokens may be excluded from the loss."""
+        """Whether some tokens may be excluded from the loss."""
         return any(part.has_loss_mask for part in self.parts)

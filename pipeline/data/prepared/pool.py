@@ -1,4 +1,4 @@
-"""Prepares parts, in this process or in worker processes. Finished parts are kept if the process fails."""
+"""Prepares parts, in this process or in worker processes. If the process fails, finished parts remain."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ from pipeline.data.documents.part import SourcePart, read_records, read_texts
 from pipeline.data.documents.records import BAD_RECORDS, Record, Tally
 from pipeline.data.prepared.encoder import Encoder, EncoderSettings, Records, TextEncoder, TokenizedDocument
 from pipeline.data.prepared.part_files import (
+    CONTINUE_ADVICE,
     PartWriter,
-    discard_unfinished,
     explain_write_errors,
     fill_folder,
     hold_lock,
     is_prepared,
+    remove_unfinished_folders,
 )
 from pipeline.errors import DataError
 from pipeline.files import format_bytes
 
-BATCH_CHARACTERS = 1_000_000  # encoded at once: work for every thread, and little memory
-LINE_SECONDS = 10.0  # between two lines of progress in the log
-LOOK_SECONDS = 1.0  # between two readings of the workers' counts
-COUNTED = ("bytes", "documents", "tokens")
-SCRIPT_RAN_CODE = 3  # exit code of a worker whose import of the user's script began to prepare data
+BATCH_CHARACTERS = 1_000_000  # in a call of the encoder: enough for every thread, and little memory
+CHARACTERS_PER_VALUE = 16  # estimate for a number, and for the syntax around a list or an object
+PROGRESS_LOG_SECONDS = 10.0  # between two lines of progress in the log
+COUNT_POLL_SECONDS = 1.0  # between two readings of the workers' counts
+COUNT_NAMES = ("bytes", "documents", "tokens")
+MISSING_GUARD_EXIT_CODE = 3  # of a worker in which the import of the user's script began to prepare data
+PR_SET_PDEATHSIG = 1  # option of Linux's prctl: the signal that a process gets when its parent ends
 log = logging.getLogger(__name__)
 
 
 ReportProgress = Callable[[Mapping[str, int]], None]
-"""Function that is called with the bytes, documents and tokens since the last call."""
+"""Function that takes the bytes, documents and tokens (COUNT_NAMES) since its last call."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,9 @@ class PartTask:
     Attributes:
         part: Part with the records.
         key: Name of the folder, a hash of everything that decides the bytes of the files.
-        eval_fraction: Share of documents to hold out; 1 for an evaluation set.
-        identity: Values that are hashed to `key`; the index has them for people to read.
-        cache_dir: The recipe's cache folder, expanded.
+        eval_fraction: Fraction of documents to hold out, from 0 to 1; 1 for an evaluation set.
+        identity: Values whose hash is `key`. The index lists them for people to read.
+        cache_dir: The recipe's cache folder, with `~` expanded.
     """
 
     part: SourcePart
@@ -76,31 +79,37 @@ class PartTask:
 
 
 class PrepareProgress:
-    """Counts the work that is done, and logs a line every LINE_SECONDS."""
+    """Counts finished work, and logs a line every PROGRESS_LOG_SECONDS.
+
+    Args:
+        num_parts: Number of parts to prepare.
+    """
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
-        self._finished_parts = 0
-        self._done: Counter[str] = Counter()
-        self._start = self._last_line = time.monotonic()
+        self._num_finished_parts = 0
+        self._counts: Counter[str] = Counter()
+        self._start = time.monotonic()
+        self._last_log = self._start
 
-    def add(self, done: Mapping[str, int]) -> None:
-        """Count work that was done since the last call."""
-        self._done.update(done)
-        if time.monotonic() - self._last_line >= LINE_SECONDS:
-            self._last_line = time.monotonic()
-            log.info("preparing: %d of %d parts, %s", self._finished_parts, self._num_parts, self)
+    def add(self, new_counts: Mapping[str, int]) -> None:
+        """Add the bytes, documents and tokens since the last call; log a line if one is due."""
+        self._counts.update(new_counts)
+        now = time.monotonic()
+        if now - self._last_log >= PROGRESS_LOG_SECONDS:
+            self._last_log = now
+            log.info("preparing: %d of %d parts, %s", self._num_finished_parts, self._num_parts, self)
 
     def finish_part(self) -> None:
         """Count a finished part."""
-        self._finished_parts += 1
+        self._num_finished_parts += 1
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
-        size = self._done["bytes"]
-        tokens = self._done["tokens"]
+        size = self._counts["bytes"]
+        tokens = self._counts["tokens"]
         return (
-            f"{self._done['documents']:,} documents, {tokens:,} tokens, {format_bytes(size)} of text in "
+            f"{self._counts['documents']:,} documents, {tokens:,} tokens, {format_bytes(size)} of text in "
             f"{seconds:.1f} s: {format_bytes(size / seconds)}/s, {tokens / seconds:,.0f} tokens/s"
         )
 
@@ -108,57 +117,59 @@ class PrepareProgress:
 def prepare_part(
     task: PartTask, settings: EncoderSettings, encoder: Encoder, report: ReportProgress, wait: bool
 ) -> bool:
-    """Prepare a part, unless its folder exists.
+    """Prepare a part, unless it exists and is undamaged.
 
     Args:
         task: Part to prepare.
         settings: Settings of the encoder.
         encoder: Encoder that was built from the settings.
         report: Function to call after every batch.
-        wait: Whether to wait for another process that prepares the same part.
+        wait: Whether to wait for another process that is preparing the same part.
 
     Returns:
-        Whether the part exists now. If not, another process is preparing it.
+        Whether the part exists now; false if another process is preparing it.
 
     Raises:
         DataError: A record cannot be used, the cache cannot be written, or memory is exhausted.
     """
     notice = f"another process prepares {task.label}: waiting for it"
-    with hold_lock(task.cache_dir, task.key, (lambda: notice) if wait else None) as held:
-        if held and not is_prepared(task.folder):
+    with hold_lock(task.cache_dir, task.key, (lambda: notice) if wait else None) as has_lock:
+        if has_lock and not is_prepared(task.folder):
             try:
                 _write_part(task, settings, encoder, report)
             except MemoryError:
-                raise DataError(f"no memory left for {task.label}; lower data.prepare_workers") from None
-        return held
+                raise DataError(
+                    f"out of memory while {task.label} was prepared; lower data.prepare_workers"
+                ) from None
+        return has_lock
 
 
 def _write_part(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: ReportProgress) -> None:
-    has_rows = settings.config.conversations is not None
+    has_loss_mask = settings.config.conversations is not None
     has_segments = settings.config.preferences is not None
     tally = Tally()
-    records = read_records(task.part, tally) if has_rows else read_texts(task.part, tally)
+    records = read_records(task.part, tally) if has_loss_mask else read_texts(task.part, tally)
     with fill_folder(task.folder, task.cache_dir, task.label) as folder:
         with explain_write_errors(task.cache_dir, task.label):
-            writer = PartWriter(folder, settings.dtype, has_rows, has_segments)
+            writer = PartWriter(folder, settings.dtype, has_loss_mask, has_segments)
         for batch in _iter_batches(records):
-            documents = _encode(encoder, batch, tally, task.part.skip_bad_records)
+            documents = _encode_batch(encoder, batch, tally, task.part.skip_bad_records)
             if documents:
                 with explain_write_errors(task.cache_dir, task.label):
                     writer.append(documents, task.eval_fraction)
-            sizes = {
+            counts = {
                 "bytes": sum(len(document.key) for document in documents),
                 "documents": len(documents),
                 "tokens": sum(len(document.ids) for document in documents),
             }
-            report(sizes)
-        facts = {"identity": task.identity, "tally": dict(sorted(tally.items())), "first": tally.first}
+            report(counts)
+        entries = {"identity": task.identity, "tally": dict(sorted(tally.items())), "first": tally.first}
         with explain_write_errors(task.cache_dir, task.label):
-            writer.finish(facts)
+            writer.finish(entries)
 
 
-def _encode(encoder: Encoder, batch: Records, tally: Tally, skip_bad: bool) -> list[TokenizedDocument]:
-    """Return the documents of a batch; if a record is bad and may be skipped, encode each one separately."""
+def _encode_batch(encoder: Encoder, batch: Records, tally: Tally, skip_bad: bool) -> list[TokenizedDocument]:
+    """Return the documents of a batch. With `skip_bad`, skip bad records and count them in the tally."""
     counts = Tally()
     try:
         documents = encoder(batch, counts)
@@ -169,7 +180,7 @@ def _encode(encoder: Encoder, batch: Records, tally: Tally, skip_bad: bool) -> l
         tally.add(counts)
         return documents
     documents = []
-    for record in batch:
+    for record in batch:  # encode each record separately to find the bad ones
         try:
             documents += encoder([record], tally)
         except DataError as error:
@@ -197,8 +208,10 @@ def _estimate_length(record: Any) -> int:
     if isinstance(record, str):
         return len(record)
     if isinstance(record, dict):
-        return sum(map(_estimate_length, record.values()), 16)
-    return sum(map(_estimate_length, record), 16) if isinstance(record, list) else 16
+        return CHARACTERS_PER_VALUE + sum(map(_estimate_length, record.values()))
+    if isinstance(record, list):
+        return CHARACTERS_PER_VALUE + sum(map(_estimate_length, record))
+    return CHARACTERS_PER_VALUE
 
 
 def build_encoder(settings: EncoderSettings) -> Encoder:
@@ -218,26 +231,35 @@ def build_encoder(settings: EncoderSettings) -> Encoder:
     return TextEncoder(settings)
 
 
-def prepare_here(
+def prepare_in_process(
     tasks: Sequence[PartTask], settings: EncoderSettings, wait: bool, progress: PrepareProgress
 ) -> list[PartTask]:
     """Prepare parts in this process, with the threads of the tokenizer.
 
+    Args:
+        tasks: Parts to prepare.
+        settings: Settings of the encoder.
+        wait: Whether to wait for parts that another process is preparing.
+        progress: Counts the work and logs it.
+
     Returns:
-        Parts that another process is preparing.
+        Parts that another process is preparing; empty if `wait` is set.
+
+    Raises:
+        DataError: A record cannot be used, the cache cannot be written, or memory is exhausted.
     """
     encoder = build_encoder(settings)
-    left = []
+    tasks_elsewhere = []
     for task in tasks:
         if prepare_part(task, settings, encoder, progress.add, wait):
             progress.finish_part()
         else:
-            left.append(task)
-    return left
+            tasks_elsewhere.append(task)
+    return tasks_elsewhere
 
 
 class _RecordingContext(SpawnContext):
-    """Context that records the processes it starts; multiprocessing.active_children() omits ended ones.
+    """Context that records its processes, since multiprocessing.active_children() omits ended ones.
 
     Attributes:
         started: Processes in the order of their start.
@@ -260,38 +282,48 @@ def prepare_in_pool(
     wait: bool,
     progress: PrepareProgress,
 ) -> list[PartTask]:
-    """Prepare parts in worker processes, which an error terminates.
+    """Prepare parts in worker processes. An error terminates all of them.
+
+    Args:
+        tasks: Parts to prepare.
+        settings: Settings of the encoders.
+        workers: Number of worker processes.
+        wait: Whether to wait for parts that another process is preparing.
+        progress: Counts the work and logs it.
 
     Returns:
-        Parts that another process is preparing.
+        Parts that a process outside of the pool is preparing; empty if `wait` is set.
 
     Raises:
         DataError: A record cannot be used, the cache cannot be written, or a worker was killed.
     """
     context = _RecordingContext()
-    counts = context.Array("q", len(COUNTED))
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(settings, counts))
-    # Start all workers before the pool's thread watches them: a worker that dies while another one is started
-    # would break that thread or the start.
+    shared_counts = context.Array("q", len(COUNT_NAMES))
+    pool = ProcessPoolExecutor(
+        workers, context, initializer=_start_worker, initargs=(settings, shared_counts)
+    )
+    # Start all workers before the pool's thread watches them. Otherwise a worker that dies while another one
+    # is started could make that thread or the start fail.
     pool._safe_to_dynamically_spawn_children = False  # type: ignore[attr-defined]
     # Prepare large parts first, so that all workers finish at about the same time.
     by_size = sorted(tasks, key=lambda task: task.part.size, reverse=True)
-    left = []
-    ended: queue.SimpleQueue[Future[bool]] = queue.SimpleQueue()
-    counted = Counter[str]()
-    # Ctrl-C sends SIGINT to every process of a terminal. Workers inherit it blocked; this process ends them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    tasks_elsewhere = []
+    finished: queue.SimpleQueue[Future[bool]] = queue.SimpleQueue()
+    reported = Counter[str]()
+    # Ctrl-C sends SIGINT to every process of a terminal. Workers inherit the blocked signal, and this process
+    # terminates them.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         try:
             futures = {pool.submit(_prepare_in_worker, task, wait): task for task in by_size}
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         for future in futures:
-            future.add_done_callback(ended.put)
+            future.add_done_callback(finished.put)
         num_running = len(futures)
         while num_running:
             try:
-                future = ended.get(timeout=LOOK_SECONDS)
+                future = finished.get(timeout=COUNT_POLL_SECONDS)
             except queue.Empty:
                 pass
             else:
@@ -299,85 +331,87 @@ def prepare_in_pool(
                 if future.result():
                     progress.finish_part()
                 else:
-                    left.append(futures[future])
-            done = Counter(dict(zip(COUNTED, counts.get_obj(), strict=True)))
-            progress.add(done - counted)
-            counted = done
+                    tasks_elsewhere.append(futures[future])
+            counts = Counter(dict(zip(COUNT_NAMES, shared_counts.get_obj(), strict=True)))
+            progress.add(counts - reported)
+            reported = counts
     except BaseException as error:
         for process in context.started:
             if process.pid is not None:
                 process.terminate()
         pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
-            raise DataError(_describe_death([process.exitcode or 0 for process in context.started])) from None
+            exit_codes = [process.exitcode or 0 for process in context.started]
+            raise DataError(_describe_worker_death(exit_codes)) from None
         raise
     pool.shutdown()
-    return left
+    return tasks_elsewhere
 
 
-def _describe_death(codes: Sequence[int]) -> str:
-    if SCRIPT_RAN_CODE in codes:
+def _describe_worker_death(exit_codes: Sequence[int]) -> str:
+    """Return a message with the first exit code that this process did not cause by SIGTERM."""
+    if MISSING_GUARD_EXIT_CODE in exit_codes:
         return _describe_missing_guard()
-    code = next((code for code in codes if code not in (0, -signal.SIGTERM)), -signal.SIGTERM)
+    code = next((code for code in exit_codes if code not in (0, -signal.SIGTERM)), -signal.SIGTERM)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    hint = "; most often there was too little memory, and fewer data.prepare_workers need less"
-    return (
-        f"a worker process {how} while parts were prepared{hint if code == -signal.SIGKILL else ''}; what is "
-        "finished is kept: run the same command again to continue"
-    )
+    hint = ""
+    if code == -signal.SIGKILL:
+        hint = "; the machine was probably out of memory: lower data.prepare_workers"
+    return f"a worker process {how} while parts were prepared{hint}; {CONTINUE_ADVICE}"
 
 
 def exit_if_imported() -> None:
-    """Exit if this is a worker process that runs the user's script on import, for lack of a `__main__` guard.
+    """Exit with an error if a worker process runs this while it imports a script without a `__main__` guard.
 
     Otherwise the worker would wait forever for the lock of its parent process.
     """
+    # multiprocessing sets `_inheriting` while a spawned process imports the user's script.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         print(f"error: {_describe_missing_guard()}", file=sys.stderr)
-        sys.exit(SCRIPT_RAN_CODE)
+        sys.exit(MISSING_GUARD_EXIT_CODE)
 
 
 def _describe_missing_guard() -> str:
-    return f'{sys.argv[0]} is imported by worker processes: put what it does under if __name__ == "__main__":'
+    return f'{sys.argv[0]} is imported by worker processes: put its code under if __name__ == "__main__":'
 
 
-# State of a worker process.
+# State of a worker process; `_start_worker` and `_prepare_in_worker` set it.
 _settings: EncoderSettings | None = None
 _encoder: Encoder | None = None
-_counts: Any = None  # shared by all workers
-SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+_shared_counts: Any = None  # array of COUNT_NAMES, to which all workers add
 
 
-def _start_worker(settings: EncoderSettings, counts: Any) -> None:
-    global _settings, _counts
+def _start_worker(settings: EncoderSettings, shared_counts: Any) -> None:
+    """Set up a worker process, which ends with its parent."""
+    global _settings, _shared_counts
     _settings = settings
-    _counts = counts
+    _shared_counts = shared_counts
     # The Rust libraries read these when they are first used.
     os.environ["RAYON_NUM_THREADS"] = str(settings.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if settings.threads > 1 else "false"
     signal.signal(signal.SIGTERM, _end_worker)
-    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:  # the parent ended before prctl took effect
         os._exit(0)
 
 
 def _end_worker(*_: object) -> None:
-    """Remove the part that is being written, and exit."""
-    discard_unfinished()
+    """Handle SIGTERM: remove the part that is being written, and exit."""
+    remove_unfinished_folders()
     os._exit(0)
 
 
-def _count(sizes: Mapping[str, int]) -> None:
-    with _counts.get_lock():
-        for index, name in enumerate(COUNTED):
-            _counts[index] += sizes[name]
+def _add_to_shared_counts(new_counts: Mapping[str, int]) -> None:
+    with _shared_counts.get_lock():
+        for index, name in enumerate(COUNT_NAMES):
+            _shared_counts[index] += new_counts[name]
 
 
 def _prepare_in_worker(task: PartTask, wait: bool) -> bool:
-    """Prepare a part in a worker process; see `prepare_part`."""
+    """Prepare a part in a worker process, and build its encoder for the first one; see `prepare_part`."""
     global _encoder
     assert _settings is not None
     if _encoder is None:
         _encoder = build_encoder(_settings)
-    return prepare_part(task, _settings, _encoder, _count, wait)
+    return prepare_part(task, _settings, _encoder, _add_to_shared_counts, wait)

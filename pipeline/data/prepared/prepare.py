@@ -27,7 +27,7 @@ from pipeline.data.documents.streams import DigestCache, hash_json
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.prepared.part_files import (
     FORMAT_VERSION,
-    INDEX,
+    INDEX_FILE,
     TokenStore,
     explain_write_errors,
     find_part_damage,
@@ -35,7 +35,7 @@ from pipeline.data.prepared.part_files import (
     is_prepared,
     read_json_object,
 )
-from pipeline.data.prepared.pool import PartTask, PrepareProgress, prepare_here, prepare_in_pool
+from pipeline.data.prepared.pool import PartTask, PrepareProgress, prepare_in_pool, prepare_in_process
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
 from pipeline.files import format_bytes
 
@@ -221,7 +221,7 @@ def _find_missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
         if damage is not None:
             log.warning("%s is damaged (%s): it is prepared again", task.folder, damage)
             with explain_write_errors(task.cache_dir, "a damaged part"):
-                (task.folder / INDEX).unlink(missing_ok=True)
+                (task.folder / INDEX_FILE).unlink(missing_ok=True)
         return damage is not None
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -250,7 +250,7 @@ def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: Toke
     progress = PrepareProgress(len(tasks))
     for wait in (False, True):  # a process on another machine may prepare some of them at the same time
         if workers == 1:
-            tasks = prepare_here(tasks, settings, wait, progress)
+            tasks = prepare_in_process(tasks, settings, wait, progress)
         else:
             tasks = prepare_in_pool(tasks, settings, workers, wait, progress)
         if not tasks:
@@ -282,7 +282,7 @@ def _collect_parts(
         held_out = TokenStore(folders, "eval")
         tally = Tally()
         for folder in folders:
-            index = read_json_object(folder / INDEX) or {}
+            index = read_json_object(folder / INDEX_FILE) or {}
             tally.add(Tally(index.get("tally", {}), index.get("first", {})))
             content.append([source.name, {name: file["xxh3_128"] for name, file in index["files"].items()}])
         if complete and train.num_documents + held_out.num_documents == 0:

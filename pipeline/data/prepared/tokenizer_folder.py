@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 TRAINING_VERSION = 2  # part of the key: increase it when a change alters the trained tokenizer
 TRAINING_BYTES = 1_000_000_000  # of text; more text hardly changes an entry, and takes minutes per GB
-INDEX = "index.json"
+INDEX_FILE = "index.json"
 MARKER = re.compile(r"<[|｜][^\s<>'\"{}|｜]+[|｜]>")  # <|im_end|> and the like
 log = logging.getLogger(__name__)
 
@@ -139,11 +139,11 @@ def _warn_once(message: str) -> None:
 def _save_once(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
     """Return the folder of this key; one process creates it if it is missing or damaged."""
     folder = cache_dir / "tokenizers" / key
-    if find_damage(folder, INDEX, verify=False) is None:
+    if find_damage(folder, INDEX_FILE, verify=False) is None:
         return folder
     notice = "another process is making the tokenizer: waiting for it"
     with hold_lock(cache_dir, f"tokenizer-{key}", lambda: notice):
-        if find_damage(folder, INDEX, verify=False) is not None:
+        if find_damage(folder, INDEX_FILE, verify=False) is not None:
             if folder.exists():
                 log.warning("the tokenizer in %s is damaged: making it again", folder)
             tokenizer = make()
@@ -158,7 +158,7 @@ def _save_once(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizer
                     file.name: {"bytes": file.stat().st_size, "xxh3_128": compute_checksum(file)}
                     for file in sorted(temporary.iterdir())
                 }
-                write_json(temporary / INDEX, {"files": files})
+                write_json(temporary / INDEX_FILE, {"files": files})
     return folder
 
 

@@ -17,7 +17,7 @@ import yaml
 from support.fork_server import ForkedProgram
 from support.launch import ROOT, make_environment
 
-from pipeline.data.prepared.part_files import CHECKED
+from pipeline.data.prepared.part_files import MTIMES_FILE
 
 PATIENCE = 120.0  # seconds; an undisturbed run of the tests takes about ten
 MODEL = {"kind": "causal_lm", "architecture": "gpt2", "num_layers": 1, "num_heads": 2, "hidden_size": 32}
@@ -137,7 +137,7 @@ def bytes_of(cache: Path) -> dict[str, bytes]:
         str(path.relative_to(cache)): path.read_bytes()
         for folder in ("parts", "tokenizers")
         for path in sorted((cache / folder).rglob("*"))
-        if path.is_file() and path.name != CHECKED
+        if path.is_file() and path.name != MTIMES_FILE
     }
 
 

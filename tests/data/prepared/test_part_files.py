@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pipeline.data.prepared import part_files
 from pipeline.data.prepared.encoder import TokenizedDocument
 from pipeline.data.prepared.part_files import (
-    CHECKED,
     FORMAT_VERSION,
+    MTIMES_FILE,
     PartWriter,
     TokenStore,
     explain_write_errors,
@@ -47,7 +47,7 @@ def write(
         for start, end in itertools.pairwise(bounds):
             writer.append(documents[start:end], 0.5)
         writer.finish(FACTS)
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != CHECKED}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MTIMES_FILE}
 
 
 @settings(max_examples=20, deadline=None)

@@ -96,8 +96,8 @@ def test_workers_and_threads_do_not_change_a_byte(corpus, tmp_path, make_config)
 @pytest.mark.usefixtures("told")
 def test_what_workers_have_done_of_their_parts_is_told_meanwhile(tmp_path, make_config, caplog, monkeypatch):
     """A compressed file is one part, and may take an hour."""
-    monkeypatch.setattr(pool, "LINE_SECONDS", 0)
-    monkeypatch.setattr(pool, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(pool, "PROGRESS_LOG_SECONDS", 0)
+    monkeypatch.setattr(pool, "COUNT_POLL_SECONDS", 0.01)
     paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for number, path in enumerate(paths):
         path.write_text((json.dumps({"text": f"{number} word" * 1000}) + "\n") * 700)  # batches of 150
@@ -151,7 +151,7 @@ def test_an_unchanged_set_is_read_nowhere_and_altered_tokens_are_found_when_aske
         file.seek(20)
         file.write(b"?")  # the source is another now: another part
     prepare_documents(config, verify=True)
-    assert "by its checksum" not in told()
+    assert "checksum" not in told()
     config = make_config(corpus[1:], tmp_path / "cache")
     victim = first.sources[1].train.parts[0].folder / "train.tokens"
     before = victim.stat()
@@ -160,7 +160,7 @@ def test_an_unchanged_set_is_read_nowhere_and_altered_tokens_are_found_when_aske
     prepare_documents(config)
     assert "damaged" not in told()
     prepare_documents(config, verify=True)
-    assert told().count("the content of train.tokens is not what was written") == 1
+    assert told().count("the checksum of train.tokens is not that of the written content") == 1
     name = str(victim.relative_to(tmp_path / "cache"))
     assert bytes_of(tmp_path / "cache")[name] == content[name]
 

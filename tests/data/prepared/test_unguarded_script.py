@@ -30,7 +30,7 @@ def test_it_is_told_what_to_change(make_config, corpus, tmp_path):
     ended = run_python(str(path), config.model_dump_json(exclude_unset=True))
     last = ended.stderr.splitlines()[-1]
     assert f"DataError: {path} is imported by worker processes: " in last, ended.stderr
-    assert last.endswith('put what it does under if __name__ == "__main__":')
+    assert last.endswith('put its code under if __name__ == "__main__":')
     # So is one of somebody else's, such as a loader's on Python 3.14.
     path.write_text(SCRIPT + START)
     config = make_config(corpus, tmp_path / "other", prepare_workers=1)
