@@ -604,7 +604,7 @@ def test_markers_that_are_no_tokens_are_told_before_data_are_prepared(tmp_path, 
     assert len(told) == (bool(missing) and not own)
     for message in told:
         names = " and ".join(missing)
-        assert f"writes {names}, no token of the tokenizer ({tmp_path}/tokenizer), which splits" in message
+        assert f"writes {names}, no token of data.tokenizer.pretrained ({tmp_path}/tokenizer)" in message
         assert "model.grow_vocabulary=true" in message
 
 

@@ -152,7 +152,7 @@ def test_the_encoder_cuts_long_texts_alone(tmp_path, monkeypatch):
     )
     texts = [text for text in nasty_texts(200) if text]
     whole = TextEncoder(settings)([("", text) for text in texts], Tally())
-    monkeypatch.setattr(encoder, "LONG", 20)
+    monkeypatch.setattr(encoder, "LONG_TEXT_CHARACTERS", 20)
     monkeypatch.setattr(encoder, "PIECE_CHARACTERS", 5)
     monkeypatch.setattr(encoder, "cut_text", lambda core, text: cut_text(core, text, 5))
     cut = TextEncoder(settings)([("", text) for text in texts], Tally())

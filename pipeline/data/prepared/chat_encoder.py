@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 from pipeline.data.chat_layouts import Conversation, Spans, Turn, find_unwritten_fields, read_conversation
 from pipeline.data.chat_template import BEGIN, DIVIDE, END, REASONING_FIELDS, find_template
 from pipeline.data.documents.records import Record, Tally
-from pipeline.data.prepared.encoder import EncoderSettings, Records, TokenizedDocument, plain_text_tokenizer
+from pipeline.data.prepared.encoder import (
+    EncoderSettings,
+    Records,
+    TokenizedDocument,
+    load_plain_text_tokenizer,
+)
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError
 
@@ -78,7 +83,7 @@ class ConversationWriter:
         self._settings = settings
         self._config = settings.config.conversations
         self._learns_content = self._config.learn_from == "content"
-        self._core = plain_text_tokenizer(settings.tokenizer)
+        self._core = load_plain_text_tokenizer(settings.tokenizer)
         self._core.encode_special_tokens = (
             False  # special tokens that the template writes are tokens, not text
         )
@@ -123,7 +128,7 @@ class ConversationWriter:
     @cached_property
     def plain(self) -> Any:
         """Tokenizer that encodes special tokens as text, for content that contains them."""
-        core = plain_text_tokenizer(self._settings.tokenizer)
+        core = load_plain_text_tokenizer(self._settings.tokenizer)
         core.post_processor = None
         return core
 

@@ -1,4 +1,4 @@
-"""Encodes batches of records as documents of token ids: the interface, and the encoder for plain text."""
+"""Encodes batches of records as token ids: the interface of encoders, and the encoder for plain text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pipeline.config.data_schema import DocumentsConfig
 from pipeline.data.documents.records import Record, Tally
 from pipeline.data.tokenizer import PIECE_CHARACTERS, cut_text
 
-Records = list[tuple[str, Record]]  # location for messages, and record
-LONG = 1_000_000  # characters above which a text is divided, and that are encoded at once
+Records = list[tuple[str, Record]]  # location (for messages) and content of each record
+# A text of more characters is cut into pieces, and about as many characters are encoded in one call.
+LONG_TEXT_CHARACTERS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class TokenizedDocument:
         ids: (n,) token ids (unsigned), including the end-of-document token.
         loss_mask: (n,) bool, whether each token is in the loss; `None` if all are.
         key: Bytes that identify the content. Their hash decides whether the document is held out.
-        segments: (1 or 2, 3) int32, of judged answers: the kind of each (see preference_layouts.py), the
-            tokens of its prompt, and all its tokens. `None` for other documents.
-        margin: Difference between the scores of the first and the second answer; `None` if not known.
+        segments: (1 or 2, 3) int32, a row for each judged answer: its kind (see preference_layouts.py), the
+            number of tokens of its prompt, and that of prompt and answer. `None` except in preference data.
+        margin: Score of the first answer minus that of the second; `None` if not known.
     """
 
     ids: NDArray[Any]
@@ -39,8 +40,8 @@ class TokenizedDocument:
     margin: float | None = None
 
 
-# Function that tokenises a batch of records, and counts in the tally what it leaves out or changes.
 Encoder = Callable[[Records, Tally], list[TokenizedDocument]]
+"""Function that tokenises a batch of records, and counts in the tally the records it drops or changes."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class EncoderSettings:
         tokenizer: Folder with the tokenizer's files.
         end_of_document: Id of the end-of-document token.
         vocab_size: Upper bound of token ids (exclusive).
-        threads: Number of threads that one call may use.
+        threads: Number of threads that the encoder may use.
     """
 
     config: DocumentsConfig
@@ -67,8 +68,11 @@ class EncoderSettings:
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
 
-def plain_text_tokenizer(folder: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` in a folder, set up to encode special tokens as text, untruncated."""
+def load_plain_text_tokenizer(folder: Path) -> Any:
+    """Load the `tokenizers.Tokenizer` in a folder so that it encodes special tokens as text.
+
+    Truncation and padding are off.
+    """
     from tokenizers import Tokenizer
 
     core = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -84,19 +88,20 @@ class TextEncoder:
     def __init__(self, settings: EncoderSettings) -> None:
         self._dtype = settings.dtype
         self._end = np.array([settings.end_of_document], dtype=self._dtype)
-        self._core = plain_text_tokenizer(settings.tokenizer)
+        self._core = load_plain_text_tokenizer(settings.tokenizer)
 
     def __call__(self, records: Records, tally: Tally) -> list[TokenizedDocument]:
         """Return a document for each text, in order."""
         texts = [record for _, record in records if isinstance(record, str)]
         assert len(texts) == len(records), "read_texts yields texts"
         keys = [text.encode() for text in texts]
-        short = iter(self._encode([text for text in texts if len(text) <= LONG]))
-        rows = [next(short) if len(text) <= LONG else self._encode_long(text) for text in texts]
-        return [
-            TokenizedDocument(np.concatenate([row, self._end]), None, key)
-            for row, key in zip(rows, keys, strict=True)
-        ]
+        short_rows = iter(self._encode([text for text in texts if len(text) <= LONG_TEXT_CHARACTERS]))
+        documents = []
+        for text, key in zip(texts, keys, strict=True):
+            is_long = len(text) > LONG_TEXT_CHARACTERS
+            row = self._encode_long(text) if is_long else next(short_rows)
+            documents.append(TokenizedDocument(np.concatenate([row, self._end]), None, key))
+        return documents
 
     def _encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         encodings = self._core.encode_batch_fast(texts, add_special_tokens=False)
@@ -104,7 +109,7 @@ class TextEncoder:
 
     def _encode_long(self, text: str) -> NDArray[Any]:
         pieces = cut_text(self._core, text)
-        found = []
-        while some := list(islice(pieces, LONG // PIECE_CHARACTERS)):
-            found += self._encode(some)
-        return np.concatenate(found)
+        rows = []
+        while batch := list(islice(pieces, LONG_TEXT_CHARACTERS // PIECE_CHARACTERS)):
+            rows += self._encode(batch)
+        return np.concatenate(rows)

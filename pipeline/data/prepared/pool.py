@@ -132,7 +132,7 @@ def prepare_part(
     Raises:
         DataError: A record cannot be used, the cache cannot be written, or memory is exhausted.
     """
-    notice = f"another process prepares {task.label}: waiting for it"
+    notice = f"waiting for another process, which is preparing {task.label}"
     with hold_lock(task.cache_dir, task.key, (lambda: notice) if wait else None) as has_lock:
         if has_lock and not is_prepared(task.folder):
             try:

@@ -1,7 +1,7 @@
 """Tokenises the documents of a recipe into the cache: finds missing parts, prepares them, and reports counts.
 
-Parts are named by the hash of their content and settings, so that parts which did not change are found in the
-cache, whichever run prepared them.
+Parts are named by the hash of their content and settings, so a run finds unchanged parts in the cache even if
+another run prepared them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from multiprocessing import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.data_schema import (
-    DocumentsConfig,
-    SourceConfig,
-)
+from pipeline.config.data_schema import DocumentsConfig, SourceConfig
 from pipeline.data.documents.part import SourcePart, find_parts, no_text_error
 from pipeline.data.documents.records import Tally
 from pipeline.data.documents.streams import DigestCache, hash_json
@@ -42,10 +39,27 @@ from pipeline.files import format_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+# Part of the key of chat and preference data: increase it when a change alters the ids, the loss mask or the
+# tally of a row. Parts of plain text do not depend on it.
+CONVERSATIONS_VERSION = 3
+# Settings of chat and preference data that decide the ids, the loss mask or the tally.
+ENCODING_SETTINGS = {
+    *("kind", "layout", "examples", "learn_from", "append_eos"),
+    *("too_long", "sequence_length", "answer_length"),
+}
+SINGLE_PROCESS_BYTES = 8_000_000  # up to this size, tokenising takes no longer than starting workers
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class FoundSource:
-    """A source or an evaluation set, with its parts in order."""
+    """A source or an evaluation set, with its parts in order.
+
+    Attributes:
+        source: Section of the recipe.
+        parts: Parts that together contain each document of the source once.
+        is_eval_set: Whether this is one of `data.eval_sets`.
+    """
 
     source: SourceConfig
     parts: list[SourcePart]
@@ -53,43 +67,48 @@ class FoundSource:
 
 
 def find_sources(config: DocumentsConfig, cache_dir: Path) -> list[FoundSource]:
-    """Return all sources, then all evaluation sets. Files in the digest cache are not read.
+    """Return all sources, then all evaluation sets.
+
+    A file is read to compute its digest, unless the digest is in the cache.
 
     Raises:
         DataError: A source cannot be read, or it is empty.
     """
     digests = DigestCache(cache_dir)
-    sets = [source.model_copy(update={"name": name}) for name, source in config.eval_sets.items()]
+    eval_sets = [source.model_copy(update={"name": name}) for name, source in config.eval_sets.items()]
     found = [FoundSource(source, find_parts(source, digests), False) for source in config.all_sources()]
-    return found + [FoundSource(source, find_parts(source, digests), True) for source in sets]
+    return found + [FoundSource(source, find_parts(source, digests), True) for source in eval_sets]
 
 
-def find_trained_eval_files(sources: Sequence[FoundSource]) -> Iterator[str]:
+def iter_leakage_warnings(sources: Sequence[FoundSource]) -> Iterator[str]:
     """Yield a warning for each evaluation set that shares files with the training data.
 
-    Whole files (or pieces of large ones) are compared by content; `inspect` compares single documents.
+    Files (or the pieces of large files) are compared by content; `inspect` compares single documents.
     """
-    pieces = [[piece.digest for part in found.parts for piece in part.pieces] for found in sources]
-    trained = {
+    digests_by_source = [[piece.digest for part in found.parts for piece in part.pieces] for found in sources]
+    train_source_of = {
         digest: found.source.name
-        for found, own in zip(sources, pieces, strict=True)
+        for found, digests in zip(sources, digests_by_source, strict=True)
         if not found.is_eval_set
-        for digest in own
+        for digest in digests
     }
-    for found, own in zip(sources, pieces, strict=True):
-        shared = [digest for digest in own if digest in trained]
+    for found, digests in zip(sources, digests_by_source, strict=True):
+        shared = [digest for digest in digests if digest in train_source_of]
         if found.is_eval_set and shared:
             yield (
-                f"data.eval_sets.{found.source.name}: {len(shared)} of its {len(own)} files are also in "
-                f"{trained[shared[0]]} and trained on, so its loss is not that of unseen text; remove them "
-                "from one of the two"
+                f"data.eval_sets.{found.source.name}: {len(shared)} of its {len(digests)} files are also in "
+                f"the training source {train_source_of[shared[0]]}, so its loss is not that of unseen text; "
+                "remove them from one of the two"
             )
 
 
 def plan_tasks(
     config: DocumentsConfig, found: FoundSource, tokenizer: TokenizerFolder, cache_dir: Path
 ) -> list[PartTask]:
-    """Return the tasks of a source, in order. The key of a task is a hash of all that decides its files."""
+    """Return a task for each part of a source, in order.
+
+    The key of a task is a hash of everything that decides the bytes of its files.
+    """
     eval_fraction = 1.0 if found.is_eval_set else config.eval_fraction
     tasks = []
     for part in found.parts:
@@ -104,18 +123,8 @@ def plan_tasks(
     return tasks
 
 
-# Part of the key of chat and preference data: increase it when a change alters the ids, the loss mask or the
-# tally of a row. The parts of plain text stay valid then.
-CONVERSATIONS_VERSION = 3
-# Settings of chat and preference data that decide the ids, the loss mask or the tally.
-ENCODING_SETTINGS = {
-    *("kind", "layout", "examples", "learn_from", "append_eos"),
-    *("too_long", "sequence_length", "answer_length"),
-}
-
-
 def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
-    """Return the settings that decide a document's ids besides its record and the tokenizer."""
+    """Return the settings that, besides its record and the tokenizer, decide a document's ids."""
     if config.conversations is None:
         return {"kind": "text"}
     return {
@@ -123,10 +132,6 @@ def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> d
         "chat_template": hash_json(tokenizer.tokenizer.chat_template),
         **config.model_dump(include=ENCODING_SETTINGS),
     }
-
-
-SMALL_BYTES = 8_000_000  # tokenising them takes as long as starting workers
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,8 +142,8 @@ class PreparedSource:
         name: Name of the source.
         train: Documents to train on; empty for an evaluation set.
         eval: Held-out documents.
-        tally: Counts of records worth reporting by kind, such as skipped `bad records`, with the location of
-            the first of each kind.
+        tally: Counts of records by kind of remark, such as skipped `bad records`, with the location of the
+            first record of each kind.
     """
 
     name: str
@@ -155,8 +160,8 @@ class PreparedDocuments:
         tokenizer: Tokenizer that was trained on the data, or the pretrained one.
         vocab_size: Upper bound of token ids (exclusive).
         sources: Training sources, in the order of the recipe.
-        eval_sets: Further evaluation sets, whose documents are all in `eval`.
-        fingerprint: Hash of the tokens and their order, independent of where or when they were prepared.
+        eval_sets: Sets of `data.eval_sets`, whose documents are all in `eval`.
+        fingerprint: Hash of the tokens and their order; the same on every machine and in every run.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -172,24 +177,25 @@ def prepare_documents(
     """Return all documents of a recipe as tokens; tokenise parts that are not in the cache.
 
     Any number of processes may call this at the same time; one of them prepares each part. On one machine,
-    only one process at a time works on the same data, with all cores.
+    only one process at a time prepares the same data, with all cores, and the others wait.
 
     Args:
         config: The recipe's data section.
-        shard: Index and count, to prepare and return only every count-th part; `None` for all.
-        verify: Whether to compare the checksums of all existing files, not only of those that were changed.
+        shard: Index and count, to prepare and return only every count-th part; `None` for all parts.
+        verify: Whether to compare the checksums of all existing files, not only of changed ones. Damaged
+            parts are prepared again in either case.
 
     Raises:
         DataError: A source, a document, the tokenizer or the cache cannot be used, or a worker was killed.
     """
     cache_dir = Path(config.cache_dir).expanduser()
     sources = find_sources(config, cache_dir)
-    for line in find_trained_eval_files(sources):
+    for line in iter_leakage_warnings(sources):
         log.info("%s", line)  # every rank logs it, and one rank's console shows it
-    to_train_on = [part for found in sources if not found.is_eval_set for part in found.parts]
-    tokenizer = find_tokenizer(config, to_train_on, cache_dir)
-    planned = [plan_tasks(config, found, tokenizer, cache_dir) for found in sources]
-    unique = list({task.key: task for tasks in planned for task in tasks}.values())
+    train_parts = [part for found in sources if not found.is_eval_set for part in found.parts]
+    tokenizer = find_tokenizer(config, train_parts, cache_dir)
+    tasks_by_source = [plan_tasks(config, found, tokenizer, cache_dir) for found in sources]
+    unique = list({task.key: task for source in tasks_by_source for task in source}.values())
     tasks = unique if shard is None else unique[shard[0] :: shard[1]]
     missing = _find_missing(tasks, verify)
     if missing:
@@ -197,14 +203,14 @@ def prepare_documents(
             log.info("%d of %d parts are prepared already", len(tasks) - len(missing), len(tasks))
         lock = f"{platform.node()}-{hash_json([task.key for task in tasks])}"
 
-        def notice() -> str:
-            num_there = sum(task.folder.is_dir() for task in tasks)
-            return f"another process prepares this data: {num_there} of {len(tasks)} parts are there; waiting"
+        def describe_wait() -> str:
+            num_finished = sum(task.folder.is_dir() for task in tasks)
+            return f"waiting for another process, which has prepared {num_finished} of {len(tasks)} parts"
 
-        with hold_lock(cache_dir, lock, notice):
-            still = [task for task in missing if not is_prepared(task.folder)]
-            _prepare(still, config, tokenizer)
-    prepared = _collect_parts(sources, planned, tasks, tokenizer, complete=shard is None)
+        with hold_lock(cache_dir, lock, describe_wait):
+            still_missing = [task for task in missing if not is_prepared(task.folder)]
+            _prepare_missing(still_missing, config, tokenizer)
+    prepared = _collect_parts(sources, tasks_by_source, tasks, tokenizer, complete=shard is None)
     _log_summary(prepared)
     if missing:
         log.info("prepared data: %s", cache_dir)
@@ -212,7 +218,7 @@ def prepare_documents(
 
 
 def _find_missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
-    """Return the tasks whose part is missing or damaged; log damage and invalidate the damaged parts."""
+    """Return the tasks whose part is missing or damaged. Log each damaged part, and remove its index."""
 
     def is_missing(task: PartTask) -> bool:
         if not task.folder.is_dir():
@@ -228,54 +234,70 @@ def _find_missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
         return list(compress(tasks, pool.map(is_missing, tasks)))
 
 
-def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: TokenizerFolder) -> None:
+def _prepare_missing(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: TokenizerFolder) -> None:
+    """Prepare parts, and wait for those that another machine is preparing at the same time."""
     if not tasks:
         return
     cores = _count_cores()
-    size = sum(task.part.size for task in tasks)
-    known = all(task.part.size for task in tasks)
-    workers = min(config.prepare_workers or (1 if known and size < SMALL_BYTES else cores), len(tasks))
-    # multiprocessing lets a daemon, such as a rank in a caller's pool, start no processes.
-    if current_process().daemon:
-        workers = 1
+    workers = _choose_num_workers(tasks, config, cores)
     settings = EncoderSettings(
         config=config,
         tokenizer=tokenizer.path,
         end_of_document=tokenizer.tokenizer.eos_token_id,
         vocab_size=tokenizer.vocab_size,
-        # A part takes a worker a minute. With fewer parts than cores, each worker gets several threads.
+        # A part takes a worker about a minute. With fewer workers than cores, each gets several threads.
         threads=min(cores, 2 * -(-cores // workers)),
     )
+    size = sum(task.part.size for task in tasks)
     log.info("tokenising %s in %d part%s", format_bytes(size), len(tasks), "s" * (len(tasks) > 1))
     progress = PrepareProgress(len(tasks))
-    for wait in (False, True):  # a process on another machine may prepare some of them at the same time
+    # First skip the parts that another machine is preparing at the same time, then wait for them.
+    for wait in (False, True):
         if workers == 1:
             tasks = prepare_in_process(tasks, settings, wait, progress)
         else:
             tasks = prepare_in_pool(tasks, settings, workers, wait, progress)
         if not tasks:
             break
-        log.info("another process is preparing %d more: waiting for it", len(tasks))
+        log.info("waiting for another process, which is preparing %d more parts", len(tasks))
     log.info("tokenised %s", progress)
+
+
+def _choose_num_workers(tasks: Sequence[PartTask], config: DocumentsConfig, cores: int) -> int:
+    """Return `data.prepare_workers` or a number that suits the size of the data; at most one per part."""
+    # multiprocessing lets a daemon, such as a rank in a caller's pool, start no processes.
+    if current_process().daemon:
+        return 1
+    is_size_known = all(task.part.size for task in tasks)
+    is_small = is_size_known and sum(task.part.size for task in tasks) < SINGLE_PROCESS_BYTES
+    default = 1 if is_small else cores
+    return min(config.prepare_workers or default, len(tasks))
 
 
 def _collect_parts(
     sources: Sequence[FoundSource],
-    planned: Sequence[Sequence[PartTask]],
+    tasks_by_source: Sequence[Sequence[PartTask]],
     tasks: Sequence[PartTask],
     tokenizer: TokenizerFolder,
     complete: bool,
 ) -> PreparedDocuments:
     """Collect the prepared parts of all sources.
 
+    Args:
+        sources: Sources and evaluation sets.
+        tasks_by_source: Tasks of all parts, for each of `sources`.
+        tasks: Tasks of the parts to return.
+        tokenizer: Tokenizer of the recipe.
+        complete: Whether `tasks` has all parts, so that every source must have a document.
+
     Raises:
         DataError: No document of a source has any text.
     """
     keys = {task.key for task in tasks}
-    trained: list[PreparedSource] = []
+    train_sources: list[PreparedSource] = []
     eval_sets: list[PreparedSource] = []
-    content: list[Any] = [tokenizer.digest]
-    for found, source_tasks in zip(sources, planned, strict=True):
+    fingerprint_content: list[Any] = [tokenizer.digest]
+    for found, source_tasks in zip(sources, tasks_by_source, strict=True):
         source = found.source
         folders = [task.folder for task in source_tasks if task.key in keys]
         train = TokenStore(folders, "train")
@@ -284,21 +306,26 @@ def _collect_parts(
         for folder in folders:
             index = read_json_object(folder / INDEX_FILE) or {}
             tally.add(Tally(index.get("tally", {}), index.get("first", {})))
-            content.append([source.name, {name: file["xxh3_128"] for name, file in index["files"].items()}])
+            checksums = {name: file["xxh3_128"] for name, file in index["files"].items()}
+            fingerprint_content.append([source.name, checksums])
         if complete and train.num_documents + held_out.num_documents == 0:
             raise no_text_error(source, tally)
         prepared = PreparedSource(source.name or "", train, held_out, tally)
-        (eval_sets if found.is_eval_set else trained).append(prepared)
+        (eval_sets if found.is_eval_set else train_sources).append(prepared)
     return PreparedDocuments(
-        tokenizer.tokenizer, tokenizer.vocab_size, trained, eval_sets, hash_json(content)
+        tokenizer=tokenizer.tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        sources=train_sources,
+        eval_sets=eval_sets,
+        fingerprint=hash_json(fingerprint_content),
     )
 
 
 def _log_summary(prepared: PreparedDocuments) -> None:
     for source in (*prepared.sources, *prepared.eval_sets):
-        trained = f"{source.train.num_documents:,} documents, {source.train.num_tokens:,} tokens"
+        train = f"{source.train.num_documents:,} documents, {source.train.num_tokens:,} tokens"
         held_out = f"{source.eval.num_documents:,} documents, {source.eval.num_tokens:,} tokens"
-        log.info("%s: %s; %s held out", source.name, trained, held_out)
+        log.info("%s: %s; %s held out", source.name, train, held_out)
         for line in source.tally.format_lines():
             log.info("%s: %s", source.name, line)
 

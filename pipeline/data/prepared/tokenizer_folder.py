@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TRAINING_VERSION = 2  # part of the key: increase it when a change alters the trained tokenizer
-TRAINING_BYTES = 1_000_000_000  # of text; more text hardly changes an entry, and takes minutes per GB
+MAX_TRAINING_BYTES = 1_000_000_000  # of text: more would take minutes per GB and hardly change an entry
 INDEX_FILE = "index.json"
-MARKER = re.compile(r"<[|｜][^\s<>'\"{}|｜]+[|｜]>")  # <|im_end|> and the like
+MARKER_PATTERN = re.compile(r"<[|｜][^\s<>'\"{}|｜]+[|｜]>")  # a template's marker, such as <|im_end|>
 log = logging.getLogger(__name__)
 
 
@@ -55,7 +55,7 @@ class TokenizerFolder:
     Attributes:
         path: Folder from which worker processes load the tokenizer.
         tokenizer: The loaded tokenizer.
-        digest: Hash of all that decides the ids of a text.
+        digest: Hash of everything that decides the ids of a text.
         vocab_size: Upper bound of token ids (exclusive).
     """
 
@@ -66,68 +66,76 @@ class TokenizerFolder:
 
 
 def find_tokenizer(config: DocumentsConfig, parts: Sequence[SourcePart], cache_dir: Path) -> TokenizerFolder:
-    """Load the recipe's tokenizer, or train it on the training split of `parts`.
+    """Load the recipe's tokenizer, or train it on the training split of `parts`; save it to the cache.
 
-    For data with conversations, the tokenizer gets the chat template. One process trains it; others that need
-    the same one wait.
+    For chat and preference data, the tokenizer gets the recipe's chat template. One process trains and saves
+    the tokenizer; others that need the same one wait.
+
+    Args:
+        config: The recipe's data section.
+        parts: Parts of all training sources.
+        cache_dir: The recipe's cache folder.
 
     Raises:
         DataError: The pretrained tokenizer cannot be used, chat data has no chat template, a document cannot
             be read, or the cache cannot be written.
+        ConfigError: The recipe needs a chat template, and jinja2 is not installed.
     """
-    spoken = config.conversations
+    conversations = config.conversations
     if config.tokenizer.pretrained is not None:
         tokenizer = load_pretrained(config.tokenizer.pretrained)
-        if spoken is not None:
-            tokenizer.chat_template = _find_chat_template(spoken, tokenizer.chat_template)
-            _warn_of_unknown_markers(spoken, tokenizer)
+        if conversations is not None:
+            tokenizer.chat_template = _find_chat_template(conversations, tokenizer.chat_template)
+            _warn_of_unknown_markers(conversations, tokenizer)
         digest = digest_tokenizer(tokenizer)
         path = _save_once(cache_dir, hash_json([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
     else:
-        content: list[Any] = [
+        identity: list[Any] = [
             TRAINING_VERSION,
-            "text" if spoken is None else spoken.kind,
+            "text" if conversations is None else conversations.kind,
             config.tokenizer.vocab_size,
             config.eval_fraction,
             sorted(part.digest for part in parts),
         ]
-        template = (
-            _find_chat_template(spoken, None) if spoken is not None else None
-        )  # fails before the training
-        if spoken is not None:
-            content.append([spoken.layout, *get_special_tokens(spoken)])
-        path = _save_once(cache_dir, hash_json(content), lambda: _train_on_parts(config, parts))
+        template = None
+        if conversations is not None:
+            template = _find_chat_template(conversations, None)  # may fail, so do it before the training
+            identity.append([conversations.layout, *get_special_tokens(conversations)])
+        path = _save_once(cache_dir, hash_json(identity), lambda: _train_on_parts(config, parts))
         tokenizer = read_tokenizer(path / "tokenizer.json")
         tokenizer.chat_template = template
         digest = digest_tokenizer(tokenizer)
     return TokenizerFolder(path, tokenizer, digest, get_token_id_bound(tokenizer))
 
 
-def _find_chat_template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str | None:
-    """Return the Jinja text of the template; `None` if preference data has none, as for plain text."""
-    if config.preferences is not None and config.chat_template is None and not own:
+def _find_chat_template(
+    config: ConversationsConfig, tokenizer_template: str | dict[str, str] | None
+) -> str | None:
+    """Return the Jinja text of the template; `None` for preference data without one, which is plain text."""
+    if config.preferences is not None and config.chat_template is None and not tokenizer_template:
         return None
-    return find_template(config, own)
+    return find_template(config, tokenizer_template)
 
 
 def _warn_of_unknown_markers(config: ConversationsConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Warn of markers in the recipe's template that the tokenizer splits into several tokens.
+    """Warn of markers in `data.chat_template` that the tokenizer splits into several tokens.
 
-    There is no warning for a tokenizer's own template, with which its model was trained.
+    A tokenizer's own template gives no warning, since the model was trained with it.
     """
     if config.chat_template is None:
         return
-    pieces = {
+    num_tokens = {
         marker: len(tokenizer.encode(marker, add_special_tokens=False))
-        for marker in MARKER.findall(str(tokenizer.chat_template))
+        for marker in MARKER_PATTERN.findall(str(tokenizer.chat_template))
     }
-    unknown = [marker for marker, count in pieces.items() if count > 1]
+    unknown = [marker for marker, count in num_tokens.items() if count > 1]
     if unknown:
         _warn_once(
-            f"data.chat_template: {config.chat_template} writes {' and '.join(unknown)}, no token of the "
-            f"tokenizer ({config.tokenizer.pretrained}), which splits the first into {pieces[unknown[0]]} "
-            "tokens; give a template with the tokenizer's own markers, or add these to its folder "
-            "(add_special_tokens, save_pretrained) and set model.grow_vocabulary=true"
+            f"data.chat_template: {config.chat_template} writes {' and '.join(unknown)}, no token of "
+            f"data.tokenizer.pretrained ({config.tokenizer.pretrained}), which splits {unknown[0]} into "
+            f"{num_tokens[unknown[0]]} tokens; use a template with the tokenizer's own markers, or add these "
+            "markers to the tokenizer's folder (add_special_tokens, save_pretrained) and set "
+            "model.grow_vocabulary=true"
         )
 
 
@@ -136,23 +144,24 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def _save_once(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
-    """Return the folder of this key; one process creates it if it is missing or damaged."""
+def _save_once(cache_dir: Path, key: str, create: Callable[[], PreTrainedTokenizerFast]) -> Path:
+    """Return the folder of a key; if it is missing or damaged, one process calls `create` and writes it."""
     folder = cache_dir / "tokenizers" / key
     if find_damage(folder, INDEX_FILE, verify=False) is None:
         return folder
-    notice = "another process is making the tokenizer: waiting for it"
+    notice = "waiting for another process, which is creating the tokenizer"
     with hold_lock(cache_dir, f"tokenizer-{key}", lambda: notice):
         if find_damage(folder, INDEX_FILE, verify=False) is not None:
             if folder.exists():
-                log.warning("the tokenizer in %s is damaged: making it again", folder)
-            tokenizer = make()
+                log.warning("the tokenizer in %s is damaged: creating it again", folder)
+            tokenizer = create()
             with (
                 fill_folder(folder, cache_dir, "the tokenizer") as temporary,
                 explain_write_errors(cache_dir, "the tokenizer"),
             ):
                 tokenizer.save_pretrained(str(temporary))
-                # Worker processes load this file. It must be as in memory, whatever save_pretrained changed.
+                # Worker processes load this file, so it must equal the tokenizer in memory, whatever
+                # save_pretrained changed.
                 (temporary / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
                 files = {
                     file.name: {"bytes": file.stat().st_size, "xxh3_128": compute_checksum(file)}
@@ -163,7 +172,7 @@ def _save_once(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizer
 
 
 def _train_on_parts(config: DocumentsConfig, parts: Sequence[SourcePart]) -> PreTrainedTokenizerFast:
-    size = min(sum(part.size for part in parts), TRAINING_BYTES)
+    size = min(sum(part.size for part in parts), MAX_TRAINING_BYTES)
     log.info("training the tokenizer on %s", format_bytes(size))
     start = time.perf_counter()
     documents = _iter_training_texts(config, parts)
@@ -174,18 +183,18 @@ def _train_on_parts(config: DocumentsConfig, parts: Sequence[SourcePart]) -> Pre
 
 
 def _iter_training_texts(config: DocumentsConfig, parts: Sequence[SourcePart]) -> Iterator[str]:
-    """Yield texts of the training split, up to TRAINING_BYTES.
+    """Yield texts of the training split, up to MAX_TRAINING_BYTES.
 
     Parts are read in the order of their digests, so that a limited amount is a fair sample of all sources.
     """
-    left = TRAINING_BYTES
+    remaining_bytes = MAX_TRAINING_BYTES
     for part in sorted(parts, key=lambda part: part.digest):
         for key, text in _iter_keys_and_texts(config, part):
             if select_held_out(hash_keys([key]), config.eval_fraction)[0]:
                 continue
             yield text
-            left -= len(key)
-            if left <= 0:
+            remaining_bytes -= len(key)
+            if remaining_bytes <= 0:
                 return
 
 
@@ -198,13 +207,13 @@ def _iter_keys_and_texts(config: DocumentsConfig, part: SourcePart) -> Iterator[
         return
     for where, record in read_records(part, Tally()):
         try:
-            said: Conversation | PreferenceExample
+            example: Conversation | PreferenceExample
             if preferences is not None:
-                said = read_example(where, record, preferences.layout, unpaired=preferences.is_unpaired)
+                example = read_example(where, record, preferences.layout, unpaired=preferences.is_unpaired)
             else:
-                said = read_conversation(where, record, conversations.layout)
+                example = read_conversation(where, record, conversations.layout)
         except DataError:
             if not part.skip_bad_records:
                 raise
             continue
-        yield said.key, "\n".join(said.texts())
+        yield example.key, "\n".join(example.texts())
