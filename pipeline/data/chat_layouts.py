@@ -316,7 +316,7 @@ def read_content(where: str, what: str, content: Any) -> str:
     return "".join(piece["text"] for piece in content)
 
 
-def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+def count_common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the number of items (characters or turns) with which both sequences begin."""
     shortest = min(len(one), len(other))
     return next((place for place in range(shortest) if one[place] != other[place]), shortest)

@@ -17,7 +17,7 @@ from pipeline.data.chat_layouts import (
     UNLEARNED,
     Conversation,
     Turn,
-    common_prefix_length,
+    count_common_prefix,
     has_field,
     read_content,
     read_instruction,
@@ -273,7 +273,7 @@ def _split_turns(
     where: str, pair: tuple[str, str], chosen: list[Turn], rejected: list[Turn]
 ) -> tuple[list[Turn], list[Turn], list[Turn]]:
     """Return the turns with which both conversations begin, and the remaining turns of each."""
-    count = common_prefix_length(_without_weights(chosen), _without_weights(rejected))
+    count = count_common_prefix(_without_weights(chosen), _without_weights(rejected))
     if count == len(chosen) == len(rejected):
         raise DataError(f"{where}: the chosen and the rejected answer are the same; nothing is preferred")
     if count == 0 or any(said[count:] and said[count]["role"] != ASSISTANT for said in (chosen, rejected)):
@@ -286,7 +286,7 @@ def _split_turns(
 
 def _split_text(where: str, pair: tuple[str, str], chosen: str, rejected: str) -> tuple[str, str, str]:
     """Return the text with which both answers begin, up to a space, and the remaining text of each."""
-    count = common_prefix_length(chosen, rejected)
+    count = count_common_prefix(chosen, rejected)
     if count and count < max(len(chosen), len(rejected)) and chosen[count - 1] == " ":
         count -= 1  # a word and the space before it are one token
     if count == 0:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.chat_layouts import Conversation, Spans, Turn, find_unwritten_fields, read_conversation
-from pipeline.data.chat_template import BEGIN, DIVIDE, END, REASONING_FIELDS, find_template
+from pipeline.data.chat_template import DIVIDE, QUOTE_BEGIN, QUOTE_END, REASONING_FIELDS, find_template
 from pipeline.data.documents.records import Record, Tally
 from pipeline.data.prepared.encoder import (
     EncoderSettings,
@@ -27,8 +27,8 @@ from pipeline.data.prepared.encoder import (
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError
 
-MARKS = re.compile(f"[{BEGIN}{END}{DIVIDE}]")
-MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|{MARKS.pattern}")
+MARKS = re.compile(f"[{QUOTE_BEGIN}{QUOTE_END}{DIVIDE}]")
+MARKED = re.compile(f"{QUOTE_BEGIN}([^{QUOTE_BEGIN}{QUOTE_END}]*){QUOTE_END}|{MARKS.pattern}")
 MaskedTokens = tuple[
     NDArray[Any], NDArray[np.bool_] | None
 ]  # (n,) ids and loss mask; None if all are in the loss
@@ -63,7 +63,7 @@ class WrittenConversation:
     @property
     def is_escaped(self) -> bool:
         """Return whether the conversation's content contains a special token."""
-        return BEGIN in self.text
+        return QUOTE_BEGIN in self.text
 
 
 def _are_calls_written(calls: list[Any], text: str) -> bool:
@@ -117,7 +117,7 @@ class ConversationWriter:
 
         def escape(value: Any) -> Any:
             if isinstance(value, str):
-                return self.special.sub(f"{BEGIN}\\g<0>{END}", value)
+                return self.special.sub(f"{QUOTE_BEGIN}\\g<0>{QUOTE_END}", value)
             if isinstance(value, dict):
                 return {key: escape(each) for key, each in value.items()}
             return [escape(each) for each in value] if isinstance(value, list) else value
