@@ -1,8 +1,8 @@
 """Finds the text that a chat template writes for each turn of a conversation.
 
 This module inserts marks into the template. Each iteration of a loop writes a mark before and after its body,
-and the number of the turn if the loop variable is a turn. The text between the marks of a turn belongs to that
-turn, whichever part of the template writes it.
+and the number of the turn if the loop variable is a turn. The text between the marks of a turn is the text of
+that turn, whichever part of the template writes it.
 """
 
 from __future__ import annotations

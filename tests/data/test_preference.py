@@ -275,7 +275,7 @@ def test_what_no_token_shows_is_counted_with_the_first_place(make_encoder):
     encoder, tally = make_encoder(), Tally()
     row = WHOLE | {"source": "web", "tools": [{"name": "add"}], "score_chosen": "2", "score_rejected": "1"}
     encoder([("rows:1", WHOLE), ("rows:2", row), ("rows:3", row), ("rows:4", ROWS["plain"][0])], tally)
-    what = "examples with a field of which the tokens do not show all"
+    what = "examples with a field that the tokens do not contain in full"
     assert tally == {f"{what}: source": 2, f"{what}: tools[].name": 2}
     assert set(tally.first.values()) == {"rows:2"}
 

@@ -1,6 +1,6 @@
 """Encodes conversations as tokens and a loss mask, which selects the assistant's answers up to their end.
 
-An answer is kept whole or left out; what is left out is counted in the tally.
+No answer is cut: a conversation that is too long loses its last turns, or is dropped. The tally counts these.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ from pipeline.data.prepared.encoder import (
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError
 
-MARKS = re.compile(f"[{QUOTE_BEGIN}{QUOTE_END}{DIVIDE}]")
-MARKED = re.compile(f"{QUOTE_BEGIN}([^{QUOTE_BEGIN}{QUOTE_END}]*){QUOTE_END}|{MARKS.pattern}")
-MaskedTokens = tuple[
-    NDArray[Any], NDArray[np.bool_] | None
-]  # (n,) ids and loss mask; None if all are in the loss
+MARK_PATTERN = re.compile(f"[{QUOTE_BEGIN}{QUOTE_END}{DIVIDE}]")
+QUOTED_OR_MARK = re.compile(f"{QUOTE_BEGIN}([^{QUOTE_BEGIN}{QUOTE_END}]*){QUOTE_END}|{MARK_PATTERN.pattern}")
+MaskedTokens = tuple[NDArray[Any], NDArray[np.bool_] | None]
+"""Token ids (n,) and loss mask (n,); `None` if all tokens are in the loss."""
 
-
+# Names under which the tally counts conversations and answers.
 CALLS_UNWRITTEN = "answers not learned: they are tool calls, which the chat template does not write"
+SHORTENED = "conversations shortened"
+TOO_LONG = "conversations dropped: longer than a sequence"
+NO_ANSWER = "conversations dropped: no answer"
+UNWRITTEN = "conversations with a field that the tokens do not contain in full"
+ESCAPED = "conversations with a special token read as text"
 
 
 @dataclass(frozen=True)
@@ -58,24 +62,28 @@ class WrittenConversation:
     @property
     def plain_text(self) -> str:
         """Text of the conversation without marks."""
-        return MARKS.sub("", self.text)
+        return MARK_PATTERN.sub("", self.text)
 
     @property
     def is_escaped(self) -> bool:
-        """Return whether the conversation's content contains a special token."""
+        """Whether the conversation's content contains a special token."""
         return QUOTE_BEGIN in self.text
 
 
 def _are_calls_written(calls: list[Any], text: str) -> bool:
+    """Return whether a text has the names of all called functions."""
     names = [call["function"].get("name") for call in calls if isinstance(call.get("function"), dict)]
     return all(name is None or str(name) in text for name in names)
 
 
 class ConversationWriter:
-    """Encodes conversations by the chat template, and adds the end-of-document token if it is missing.
+    """Encodes conversations with the chat template, and adds an end token if it is missing.
 
     Args:
         settings: Settings for chat or preference data.
+
+    Attributes:
+        special_pattern: Pattern that matches the tokenizer's special tokens in a text.
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
@@ -84,14 +92,13 @@ class ConversationWriter:
         self._config = settings.config.conversations
         self._learns_content = self._config.learn_from == "content"
         self._core = load_plain_text_tokenizer(settings.tokenizer)
-        self._core.encode_special_tokens = (
-            False  # special tokens that the template writes are tokens, not text
-        )
-        self._core.post_processor = None  # no tokens are to be added, and it may trim spaces off the offsets
+        # Special tokens that the template writes are tokens, not text.
+        self._core.encode_special_tokens = False
+        self._core.post_processor = None  # it would add tokens, and may cut spaces off the offsets
         added = self._core.get_added_tokens_decoder().values()
         special = (token.content for token in added if token.special)
         self._special_tokens = sorted(special, key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
+        self.special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
 
     @cached_property
     def template(self) -> TemplateProcess:
@@ -117,17 +124,19 @@ class ConversationWriter:
 
         def escape(value: Any) -> Any:
             if isinstance(value, str):
-                return self.special.sub(f"{QUOTE_BEGIN}\\g<0>{QUOTE_END}", value)
+                return self.special_pattern.sub(f"{QUOTE_BEGIN}\\g<0>{QUOTE_END}", value)
             if isinstance(value, dict):
                 return {key: escape(each) for key, each in value.items()}
-            return [escape(each) for each in value] if isinstance(value, list) else value
+            if isinstance(value, list):
+                return [escape(each) for each in value]
+            return value
 
         escaped = replace(conversation, turns=escape(conversation.turns), tools=escape(conversation.tools))
         return conversation if escaped == conversation else escaped
 
     @cached_property
-    def plain(self) -> Any:
-        """Tokenizer that encodes special tokens as text, for content that contains them."""
+    def plain_tokenizer(self) -> Any:
+        """Tokenizer (`tokenizers.Tokenizer`) that encodes special tokens as text."""
         core = load_plain_text_tokenizer(self._settings.tokenizer)
         core.post_processor = None
         return core
@@ -135,22 +144,25 @@ class ConversationWriter:
     def find_answers(self, written: Sequence[WrittenConversation], tally: Tally) -> list[list[Spans]]:
         """Return the positions of the answers that are in the loss, for each conversation.
 
-        An answer of tool calls alone that the template does not write is left out of the loss, and counted.
+        An answer that is only tool calls is not in the loss if the template does not write the calls. The
+        tally counts such answers as CALLS_UNWRITTEN.
 
         Returns:
-            Spans of the text for each answer of a conversation; empty for an answer that is not in the loss.
+            For each conversation and each of its answers, the spans of `text` that are in the loss; empty for
+            an answer that is not in the loss.
 
         Raises:
             ConfigError: The answers cannot be located in the template's text.
         """
-        found = self.template.find_answers([(each.where, each.conversation, each.text) for each in written])
+        answers = self.template.find_answers([(each.where, each.conversation, each.text) for each in written])
         return [
-            self._select_learned(each, answers, tally) for each, answers in zip(written, found, strict=True)
+            self._select_learned(each, spans, tally) for each, spans in zip(written, answers, strict=True)
         ]
 
     def _select_learned(
         self, written: WrittenConversation, answers: list[Spans], tally: Tally
     ) -> list[Spans]:
+        """Return the spans of each answer that are in the loss."""
         conversation = written.conversation
         learned: list[Spans] = []
         for number, spans in zip(conversation.answers, answers, strict=True):
@@ -158,61 +170,70 @@ class ConversationWriter:
             if number in conversation.unlearned:
                 learned.append([])
                 continue
-            own = "".join(written.text[start:end] for start, end in spans)
-            if (
-                not turn["content"].strip()
-                and turn.get("tool_calls")
-                and not _are_calls_written(turn["tool_calls"], own)
-            ):
+            answer_text = "".join(written.text[start:end] for start, end in spans)
+            calls = turn.get("tool_calls")
+            is_only_calls = calls and not turn["content"].strip()
+            if is_only_calls and not _are_calls_written(calls, answer_text):
                 tally.note(CALLS_UNWRITTEN, written.where)
                 learned.append([])
-                continue
-            learned.append(self._find_content(written, turn, spans) if self._learns_content else spans)
+            elif self._learns_content:
+                learned.append(self._find_content(written, turn, spans))
+            else:
+                learned.append(spans)
         return learned
 
     def _find_content(self, written: WrittenConversation, turn: Turn, spans: Spans) -> Spans:
-        """Return the spans of a turn's reasoning and content, and of the end-of-document token after them."""
+        """Return the spans of a turn's reasoning and content, and of the end-of-document token after them.
+
+        For a turn with tool calls, the whole turn is the content. There are no spans if the template does not
+        write the content, or if it is empty.
+        """
         if not spans:
             return []
-        start = spans[0][0]
-        end = spans[-1][1]
-        content = next(
-            (each for each in (turn["content"], turn["content"].strip()) if each in written.text), ""
-        )
-        place = written.text.find(content, start, end)
-        reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name)), None)
+        text = written.text
+        turn_start = spans[0][0]
+        turn_end = spans[-1][1]
         if turn.get("tool_calls"):
-            first = start
-            last = start + len(written.text[start:end].removesuffix(self._eos).rstrip())
-        elif not content.strip() or place < 0:
-            return []
+            start = turn_start
+            end = turn_start + len(text[turn_start:turn_end].removesuffix(self._eos_text).rstrip())
         else:
-            thought = -1 if reasoning is None else written.text.find(reasoning.strip(), start, place)
-            first = place if thought < 0 else thought
-            last = place + len(content)
-        behind = re.compile(rf"\s*({re.escape(self._eos)})").match(written.text, last)
-        return [(first, last), *([behind.span(1)] if behind else [])]
+            forms = (turn["content"], turn["content"].strip())  # a template may strip the content
+            content = next((form for form in forms if form in text), "")
+            content_start = text.find(content, turn_start, turn_end)
+            if not content.strip() or content_start < 0:
+                return []
+            reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name)), None)
+            start = content_start
+            if reasoning is not None:
+                reasoning_start = text.find(reasoning.strip(), turn_start, content_start)
+                start = content_start if reasoning_start < 0 else reasoning_start
+            end = content_start + len(content)
+        eos_after = re.compile(rf"\s*({re.escape(self._eos_text)})").match(text, end)
+        if eos_after is None:
+            return [(start, end)]
+        return [(start, end), eos_after.span(1)]
 
     @cached_property
-    def _eos(self) -> str:
+    def _eos_text(self) -> str:
         """Text of the end-of-document token."""
         return str(self._core.id_to_token(self._settings.end_of_document))
 
-    def write(self, given: Sequence[tuple[str, Conversation]]) -> list[WrittenConversation]:
+    def write(self, conversations: Sequence[tuple[str, Conversation]]) -> list[WrittenConversation]:
         """Render and tokenise conversations.
 
         Args:
-            given: Location for messages, and conversation as `escape` returned it.
+            conversations: For each conversation, its location for messages, and the result of `escape`.
 
         Raises:
             DataError: The template raises an error for a conversation.
+            ConfigError: The template does not end in time, takes too much memory, or writes too much text.
         """
-        texts = self.template.write(given)
-        clean = [text for text in texts if MARKS.search(text) is None]
-        encodings = iter(self._core.encode_batch(clean, add_special_tokens=False))
+        texts = self.template.write(conversations)
+        without_marks = [text for text in texts if MARK_PATTERN.search(text) is None]
+        encodings = iter(self._core.encode_batch(without_marks, add_special_tokens=False))
         written = []
-        for (where, conversation), text in zip(given, texts, strict=True):
-            if MARKS.search(text) is not None:
+        for (where, conversation), text in zip(conversations, texts, strict=True):
+            if MARK_PATTERN.search(text) is not None:
                 ids, offsets = self._encode_marked(text)
             else:
                 encoding = next(encodings)
@@ -222,109 +243,106 @@ class ConversationWriter:
         return written
 
     def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids and offsets of a text with marks, which are removed.
+        """Return the ids of a text without its marks, and their offsets in the text with marks.
 
         Special tokens that marks enclose are encoded as plain text. Text after DIVIDE is encoded separately
         from the text before it.
         """
         pieces = []
-        done = 0
-        for found in MARKED.finditer(text):
-            pieces.append((self._core, done, found.start()))
-            if found.group(1):
-                pieces.append((self.plain, *found.span(1)))
-            done = found.end()
-        pieces.append((self._core, done, len(text)))
+        piece_start = 0
+        for match in QUOTED_OR_MARK.finditer(text):
+            pieces.append((self._core, piece_start, match.start()))
+            if match.group(1):
+                pieces.append((self.plain_tokenizer, *match.span(1)))
+            piece_start = match.end()
+        pieces.append((self._core, piece_start, len(text)))
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for core, start, end in pieces:
-            if start < end:
-                # Some tokenizers put a space before the first word of a text, but not after a line break.
-                lead = "\n" if start and text[start - 1] != DIVIDE else ""
-                encoding = core.encode(lead + text[start:end], add_special_tokens=False)
-                skip = len(self._newline) if lead else 0
-                if encoding.ids[:skip] != self._newline[:skip]:
-                    lead = ""
-                    skip = 0
-                    encoding = core.encode(text[start:end], add_special_tokens=False)
-                base = start - len(lead)
-                ids += encoding.ids[skip:]
-                offsets += [(base + first, base + last) for first, last in encoding.offsets[skip:]]
+            if start == end:
+                continue
+            # Some tokenizers put a space before the first word of a text, but not after a line break. So
+            # encode a line break before a piece that is not the first, and skip its tokens.
+            lead = "\n" if start and text[start - 1] != DIVIDE else ""
+            encoding = core.encode(lead + text[start:end], add_special_tokens=False)
+            skip = len(self._newline_ids) if lead else 0
+            if encoding.ids[:skip] != self._newline_ids[:skip]:
+                lead = ""
+                skip = 0
+                encoding = core.encode(text[start:end], add_special_tokens=False)
+            base = start - len(lead)
+            ids += encoding.ids[skip:]
+            offsets += [(base + first, base + last) for first, last in encoding.offsets[skip:]]
         return ids, offsets
 
     @cached_property
-    def _newline(self) -> list[int]:
+    def _newline_ids(self) -> list[int]:
         ids: list[int] = self._core.encode("\n", add_special_tokens=False).ids
         return ids
 
-    def is_ended(self, written: WrittenConversation) -> bool:
-        """Return whether no end token is to be added.
+    def needs_end_token(self, written: WrittenConversation) -> bool:
+        """Return whether an end token is to be added.
 
-        That is so if the text ends with an end token, apart from white space, or if `append_eos` is false.
+        No token is added if the text ends with an end token, apart from white space, or if `append_eos` is
+        false.
         """
         if not self._config.append_eos:
-            return True
+            return False
         for token, (start, end) in zip(reversed(written.ids), reversed(written.offsets), strict=True):
-            if token in (self._settings.end_of_document, self._end):
-                return True
-            if written.text[start:end].strip():
+            if token in (self._settings.end_of_document, self._end_id):
                 return False
-        return False
+            if written.text[start:end].strip():
+                return True
+        return True
 
     @cached_property
-    def _end(self) -> int:
+    def _end_id(self) -> int:
         """Id of the token that ends a conversation: the template's turn stop, or the end of a document."""
         stop = self.template.turn_stop
         return self._settings.end_of_document if stop is None else int(self._core.token_to_id(stop))
 
-    def _is_end(self, ids: NDArray[Any], written: WrittenConversation, first: int) -> bool:
-        """Return whether the tokens from `first` on are only white space and end tokens."""
-        ends = (self._settings.end_of_document, self._end)
+    def _are_end_tokens(self, ids: NDArray[Any], written: WrittenConversation, first: int) -> bool:
+        """Return whether `ids`, the tokens from number `first` on, are only white space and end tokens."""
+        end_ids = (self._settings.end_of_document, self._end_id)
         texts = [written.text[start:end] for start, end in written.offsets[first:]]
-        others = [
-            token for token, text in zip(ids, texts, strict=False) if token not in ends and text.strip()
-        ]
-        return not others
+        # `ids` may have an added end token more than `texts`.
+        return all(token in end_ids or not text.strip() for token, text in zip(ids, texts, strict=False))
 
     def count_tokens(self, written: WrittenConversation) -> int:
         """Return the number of tokens, including an added end token."""
-        return len(written.ids) + (not self.is_ended(written))
+        return len(written.ids) + self.needs_end_token(written)
 
     def mask_tokens(self, written: WrittenConversation, spans: Spans | None) -> MaskedTokens:
-        """Return the tokens, with a loss mask of those in `spans` of the text; `None` for all tokens.
+        """Return the tokens of a conversation, and a loss mask of the tokens in `spans`.
 
-        An end token after the last answer is in the loss, and so is white space before it. So a model learns
-        to stop even if its turns have no end token.
+        With `append_eos`, an end token after the last answer is in the loss, and so is white space before it.
+        So a model learns to stop even if its turns have no end token.
+
+        Args:
+            written: Conversation.
+            spans: Spans of its text that are in the loss; `None` for all of the text.
         """
-        is_ended = self.is_ended(written)
-        ids = written.ids if is_ended else [*written.ids, self._end]
+        ids = [*written.ids, self._end_id] if self.needs_end_token(written) else written.ids
         row = np.array(ids, dtype=self._settings.dtype)
         if spans is None:
             return row, None
         starts, ends = np.array(written.offsets, dtype=np.int64).reshape(-1, 2).T
         loss_mask = np.zeros(len(row), dtype=np.bool_)
-        behind = 0
+        after_answer = 0
         for start, end in spans:  # a token that is partly in an answer belongs to the answer
             first = int(ends.searchsorted(start, "right"))
-            behind = int(starts.searchsorted(end, "left"))
-            loss_mask[first:behind] = True
-        if self._config.append_eos and self._is_end(row[behind:], written, behind):
-            loss_mask[behind:] = True
+            after_answer = int(starts.searchsorted(end, "left"))
+            loss_mask[first:after_answer] = True
+        if self._config.append_eos and self._are_end_tokens(row[after_answer:], written, after_answer):
+            loss_mask[after_answer:] = True
         return row, loss_mask
-
-
-SHORTENED = "conversations shortened"
-TOO_LONG = "conversations dropped: longer than a sequence"
-NO_ANSWER = "conversations dropped: no answer"
-UNWRITTEN = "conversations with a field of which the tokens do not show all"
-ESCAPED = "conversations with a special token read as text"
 
 
 class ChatEncoder:
     """Encodes records with conversations as documents.
 
     A row without a conversation is a bad record, and so is one for which the template raises an error. The
-    tally counts SHORTENED, TOO_LONG, NO_ANSWER, UNWRITTEN and ESCAPED.
+    tally counts SHORTENED, TOO_LONG, NO_ANSWER, UNWRITTEN, ESCAPED and CALLS_UNWRITTEN.
 
     Args:
         settings: Settings for chat data.
@@ -340,38 +358,38 @@ class ChatEncoder:
         _ = self._writer.template  # errors of the template are raised before a record is read
 
     def __call__(self, records: Records, tally: Tally) -> list[TokenizedDocument]:
-        """Return a document for each conversation that is kept, in order.
+        """Return a document for each conversation that is not dropped, in order.
 
         Raises:
             DataError: A record has no conversation, or the template raises an error for it.
             ConfigError: A conversation is too long and `data.too_long` is `error`, or the answers cannot be
                 located in the template's text.
         """
-        is_all = self._config.learn_from == "all"
-        given: list[tuple[str, Conversation]] = []
+        learns_all = self._config.learn_from == "all"
+        conversations: list[tuple[str, Conversation]] = []
         rows: list[tuple[bytes, Record]] = []
         for where, record in records:
             conversation = read_conversation(where, record, self._config.layout)
-            if not conversation.learned_answers and not is_all:
+            if not conversation.learned_answers and not learns_all:
                 tally.note(NO_ANSWER, where)
             else:
-                given.append((where, self._writer.escape(conversation)))
+                conversations.append((where, self._writer.escape(conversation)))
                 rows.append((conversation.key, record))
-        written = self._writer.write(given)
+        written = self._writer.write(conversations)
         for each, (_, record) in zip(written, rows, strict=True):
             for name in find_unwritten_fields(record, each.plain_text):
                 tally.note(f"{UNWRITTEN}: {name}", each.where)
             if each.is_escaped:
                 tally.note(ESCAPED, each.where)
-        shorter = iter(self._shorten([each for each in written if not self._fits(each)], tally))
-        kept = [each if self._fits(each) else next(shorter) for each in written]
-        found = [(each, key) for each, (key, _) in zip(kept, rows, strict=True) if each is not None]
-        if is_all:
-            return [TokenizedDocument(*self._writer.mask_tokens(each, None), key) for each, key in found]
+        shortened = iter(self._shorten([each for each in written if not self._fits(each)], tally))
+        fitting = [each if self._fits(each) else next(shortened) for each in written]
+        with_keys = [(each, key) for each, (key, _) in zip(fitting, rows, strict=True) if each is not None]
+        if learns_all:
+            return [TokenizedDocument(*self._writer.mask_tokens(each, None), key) for each, key in with_keys]
         documents = []
-        answers = self._writer.find_answers([each for each, _ in found], tally)
-        for (each, key), own in zip(found, answers, strict=True):
-            spans = [span for spans in own for span in spans]
+        answers = self._writer.find_answers([each for each, _ in with_keys], tally)
+        for (each, key), spans_by_answer in zip(with_keys, answers, strict=True):
+            spans = [span for answer_spans in spans_by_answer for span in answer_spans]
             if spans:
                 documents.append(TokenizedDocument(*self._writer.mask_tokens(each, spans), key))
             else:
@@ -379,32 +397,38 @@ class ChatEncoder:
         return documents
 
     def _fits(self, written: WrittenConversation) -> bool:
-        """Return whether the conversation fits in a sequence and one more token, which is a label only."""
+        """Return whether the conversation fits in a sequence and one more token, which is only a label."""
         return self._writer.count_tokens(written) <= self._config.sequence_length + 1
 
     def _shorten(self, written: list[WrittenConversation], tally: Tally) -> list[WrittenConversation | None]:
-        """Return the first turns, up to an answer, of each conversation; `None` if it is dropped."""
+        """Return the first turns of each conversation, up to an answer; `None` if it is dropped.
+
+        The tally counts SHORTENED and TOO_LONG.
+
+        Raises:
+            ConfigError: There is a conversation, and `data.too_long` is `error`.
+        """
         if written and self._config.too_long == "error":
             raise ConfigError(
                 f"{written[0].where}: the conversation has {len(written[0].ids):,} tokens, a sequence "
                 f"{self._config.sequence_length:,}; raise data.sequence_length, or set data.too_long: shorten"
             )
-        shortened = []
-        for long in written:
-            first = self._first_turns(long) if self._config.too_long == "shorten" else None
-            tally.note(TOO_LONG if first is None else SHORTENED, long.where)
-            shortened.append(first)
-        return shortened
+        results = []
+        for each in written:
+            shortened = self._truncate_to_fit(each) if self._config.too_long == "shorten" else None
+            tally.note(TOO_LONG if shortened is None else SHORTENED, each.where)
+            results.append(shortened)
+        return results
 
-    def _first_turns(self, long: WrittenConversation) -> WrittenConversation | None:
+    def _truncate_to_fit(self, written: WrittenConversation) -> WrittenConversation | None:
         """Return as many turns, up to an answer, as fit; `None` if the first answer does not fit."""
 
         @cache
-        def first(end: int) -> WrittenConversation:
-            (written,) = self._writer.write([(long.where, long.conversation.truncate(end))])
-            return written
+        def write_turns(count: int) -> WrittenConversation:
+            (shorter,) = self._writer.write([(written.where, written.conversation.truncate(count))])
+            return shorter
 
-        turns = len(long.conversation.turns)
-        ends = [number + 1 for number in long.conversation.answers if number + 1 < turns]
-        fitting = bisect_left(ends, True, key=lambda end: not self._fits(first(end)))
-        return first(ends[fitting - 1]) if fitting else None
+        num_turns = len(written.conversation.turns)
+        counts = [number + 1 for number in written.conversation.answers if number + 1 < num_turns]
+        num_fitting = bisect_left(counts, True, key=lambda count: not self._fits(write_turns(count)))
+        return write_turns(counts[num_fitting - 1]) if num_fitting else None

@@ -1,6 +1,6 @@
 """Encodes judged answers as tokens. Each answer follows a copy of the prompt, which is not in the loss.
 
-The answers of a row are kept together and whole, or left out; what is left out is counted in the tally.
+The answers of a row are in one document, without cuts, or the row is dropped. The tally counts dropped rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pipeline.data.prepared.encoder import EncoderSettings, Records, TokenizedDo
 from pipeline.errors import ConfigError, DataError
 
 TOO_LONG = "examples dropped: longer than data.sequence_length together, or than data.answer_length alone"
-UNWRITTEN = "examples with a field of which the tokens do not show all"
+UNWRITTEN = "examples with a field that the tokens do not contain in full"
 ESCAPED = "examples with a special token read as text"
-# Fields that are read as a judgement or a number, even if they are text, as in CSV files.
-VALUES = frozenset({*LABELS, *(name for pair in SCORES for name in pair), MARGIN})
+# Fields with a judgement or a number, which are text in CSV files. The tokens do not contain them.
+JUDGEMENT_FIELDS = frozenset({*LABELS, *(name for pair in SCORES for name in pair), MARGIN})
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Judged:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether prompt and answer are plain text."""
+        """Whether prompt and answer are plain text."""
         return isinstance(self.example.prompt, str)
 
 
@@ -68,12 +68,12 @@ class PreferenceEncoder:
         self._writer = ConversationWriter(settings)
 
     def __call__(self, records: Records, tally: Tally) -> list[TokenizedDocument]:
-        """Return a document for each example that is kept, in order.
+        """Return a document for each example that is not dropped, in order.
 
         Raises:
             DataError: A record has no example, or the answers of an example have the same tokens.
-            ConfigError: An example is too long and `data.too_long` is `error`, there is no chat template, or
-                the answers cannot be located in its text.
+            ConfigError: An example is too long and `data.too_long` is `error`; or an example has turns, and
+                there is no chat template or the answers cannot be located in the template's text.
         """
         layout = self._config.layout
         unpaired = self._config.is_unpaired
@@ -85,47 +85,49 @@ class PreferenceEncoder:
         ]
         plain = self._write_plain([each for each in judged if each.is_plain])
         turns = self._write_turns([each for each in judged if not each.is_plain], tally)
-        found = iter([next(plain if each.is_plain else turns) for each in judged])
+        encoded = iter([next(plain if each.is_plain else turns) for each in judged])
         documents = []
         for (where, example), (_, record) in zip(examples, records, strict=True):
-            segments = [next(found) for _ in example.answers]
+            segments = [next(encoded) for _ in example.answers]
             document = self._make_document(where, example, [tokens for tokens, _ in segments])
             if document is None:
                 tally.note(TOO_LONG, where)
                 continue
             documents.append(document)
             assert isinstance(record, dict)  # since it has an example
-            texts = {name: value for name, value in record.items() if name not in VALUES}
-            for name in find_unwritten_fields(texts, "\n".join(text for _, text in segments)):
+            text_fields = {name: value for name, value in record.items() if name not in JUDGEMENT_FIELDS}
+            for name in find_unwritten_fields(text_fields, "\n".join(text for _, text in segments)):
                 tally.note(f"{UNWRITTEN}: {name}", where)
-            if any(map(self._writer.special.search, example.texts())):
+            if any(map(self._writer.special_pattern.search, example.texts())):
                 tally.note(ESCAPED, where)
         return documents
 
     def _write_plain(self, judged: list[_Judged]) -> Iterator[tuple[MaskedTokens, str]]:
         """Yield the tokens and the text of each plain prompt with its answer."""
         texts = []
-        answers_begin = []
+        prompt_lengths = []  # in characters
         for each in judged:
             prompt = each.example.prompt
-            said = each.answer.content
+            answer = each.answer.content
             assert isinstance(prompt, str)
-            assert isinstance(said, str)
-            texts.append(prompt + said.removesuffix(self._end_text))
-            answers_begin.append(len(prompt))
-        encodings = self._writer.plain.encode_batch(texts, add_special_tokens=False)
-        for text, encoding, begin in zip(texts, encodings, answers_begin, strict=True):
-            ids = [*self._opening, *encoding.ids, self._settings.end_of_document]
+            assert isinstance(answer, str)
+            texts.append(prompt + answer.removesuffix(self._end_text))
+            prompt_lengths.append(len(prompt))
+        encodings = self._writer.plain_tokenizer.encode_batch(texts, add_special_tokens=False)
+        for text, encoding, prompt_length in zip(texts, encodings, prompt_lengths, strict=True):
+            ids = [*self._opening_ids, *encoding.ids, self._settings.end_of_document]
             ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
+            first = len(self._opening_ids) + int(ends.searchsorted(prompt_length, "right"))
             loss_mask = np.zeros(len(ids), dtype=np.bool_)
-            loss_mask[len(self._opening) + int(ends.searchsorted(begin, "right")) :] = True
+            loss_mask[first:] = True
             yield (np.array(ids, dtype=self._settings.dtype), loss_mask), text + self._end_text
 
     @cached_property
-    def _opening(self) -> list[int]:
-        """Tokens that the tokenizer puts before every text, such as Llama's begin-of-text token."""
+    def _opening_ids(self) -> list[int]:
+        """The begin-of-text token, in a list, if the tokenizer puts it before every text; otherwise empty."""
         ids: list[int] = self._tokenizer("")["input_ids"]
-        return ids[: ids[:1] == [self._tokenizer.bos_token_id]]
+        has_bos = ids[:1] == [self._tokenizer.bos_token_id]
+        return ids[:1] if has_bos else []
 
     @cached_property
     def _end_text(self) -> str:
@@ -139,12 +141,16 @@ class PreferenceEncoder:
         return AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
 
     def _write_turns(self, judged: list[_Judged], tally: Tally) -> Iterator[tuple[MaskedTokens, str]]:
-        """Yield the tokens and the text of each conversation."""
+        """Yield the tokens and the text of each conversation.
+
+        Raises:
+            ConfigError: There is a conversation, and no chat template or no valid one.
+        """
         if not judged:
             return
         try:
             _ = self._writer.template
-        except DataError as error:  # a ConfigError, since no record is to blame and none may be skipped
+        except DataError as error:  # convert it, because rows with a DataError may be skipped
             raise ConfigError(f"{judged[0].where}: a row with turns needs a chat template: {error}") from None
         conversations = [each.example.build_conversation(each.answer) for each in judged]
         written = self._writer.write(
@@ -154,12 +160,20 @@ class PreferenceEncoder:
             ]
         )
         answers = self._writer.find_answers(written, tally)
-        for each, conversation, text, found in zip(judged, conversations, written, answers, strict=True):
-            prompt = len(each.example.prompt)
-            own = [spans for n, spans in zip(conversation.answers, found, strict=True) if n >= prompt]
-            ids, mask = self._writer.mask_tokens(text, [span for spans in own for span in spans])
-            if self._config.learn_from == "content" and mask is not None and mask.any():
-                end = int(np.flatnonzero(mask)[-1]) + 1  # no token is learned after this one
+        learns_content = self._config.learn_from == "content"
+        for each, conversation, text, spans_by_answer in zip(
+            judged, conversations, written, answers, strict=True
+        ):
+            num_prompt_turns = len(each.example.prompt)
+            judged_spans = [
+                span
+                for number, spans in zip(conversation.answers, spans_by_answer, strict=True)
+                if number >= num_prompt_turns
+                for span in spans
+            ]
+            ids, mask = self._writer.mask_tokens(text, judged_spans)
+            if learns_content and mask is not None and mask.any():
+                end = int(np.flatnonzero(mask)[-1]) + 1  # no token after this one is in the loss
                 ids = ids[:end]
                 mask = mask[:end]
             yield (ids, mask), text.plain_text
@@ -167,46 +181,53 @@ class PreferenceEncoder:
     def _make_document(
         self, where: str, example: PreferenceExample, segments: list[MaskedTokens]
     ) -> TokenizedDocument | None:
-        """Return the document of an example; `None` if it is too long and dropped."""
+        """Return the document of an example; `None` if it is too long and dropped.
+
+        Raises:
+            DataError: An answer has no token, or no prompt before it; or both answers have the same tokens.
+            ConfigError: The example is too long, and `data.too_long` is `error`.
+        """
         masks = []
         for answer, (_, mask) in zip(example.answers, segments, strict=True):
             assert mask is not None  # since the prompt is not in the loss
-            if not mask.any() or mask[0]:
-                side = KIND_NAMES[answer.kind]
-                missing = (
-                    "answer has no token"
-                    if not mask.any()
-                    else "answer's first token has no prompt before it"
+            side = KIND_NAMES[answer.kind]
+            if not mask.any():
+                raise DataError(f"{where}: the {side} answer has no token, as the chat template writes it")
+            if mask[0]:
+                raise DataError(
+                    f"{where}: the {side} answer's first token has no prompt before it, as the chat template "
+                    "writes it"
                 )
-                raise DataError(f"{where}: the {side} {missing}, as the chat template writes it")
             masks.append(mask)
         if len(segments) == 2 and np.array_equal(segments[0][0], segments[1][0]):
             raise DataError(f"{where}: the chosen and the rejected answer have the same tokens")
-        sizes = [len(ids) for ids, _ in segments]
+        lengths = [len(ids) for ids, _ in segments]
         config = self._config
-        needed = sum(sizes)
+        needed = sum(lengths)
         if config.is_unpaired:  # each prompt is repeated, with at least one token of another example's answer
             needed += sum(int(mask.argmax()) + 1 for mask in masks)
-        limits = [("answer_length", config.answer_length, max(sizes))]
-        limits.append(("sequence_length", config.sequence_length, needed))
-        for key, room, least in limits:
-            if room is None or least <= room:
+        limits = [
+            ("answer_length", config.answer_length, max(lengths)),
+            ("sequence_length", config.sequence_length, needed),
+        ]
+        for key, limit, minimum in limits:
+            if limit is None or minimum <= limit:
                 continue
             if config.too_long == "drop":
                 return None
+            sizes = " + ".join(map(str, lengths))
             raise ConfigError(
-                f"{where}: the answers, each with its prompt, have {' + '.join(map(str, sizes))} tokens, and "
-                f"data.{key} is {room:,}; set data.{key}={least}, or data.too_long=drop, which leaves the "
-                "example out"
+                f"{where}: the answers, each with its prompt, have {sizes} tokens, and data.{key} is "
+                f"{limit:,}; set data.{key}={minimum}, or data.too_long=drop to drop the example"
             )
         table = [
-            (answer.kind, int(mask.argmax()), size)
-            for answer, mask, size in zip(example.answers, masks, sizes, strict=True)
+            (answer.kind, int(mask.argmax()), length)
+            for answer, mask, length in zip(example.answers, masks, lengths, strict=True)
         ]
         return TokenizedDocument(
-            np.concatenate([ids for ids, _ in segments]),
-            np.concatenate(masks),
-            example.key,
-            np.array(table, dtype=np.int32),
-            example.margin,
+            ids=np.concatenate([ids for ids, _ in segments]),
+            loss_mask=np.concatenate(masks),
+            key=example.key,
+            segments=np.array(table, dtype=np.int32),
+            margin=example.margin,
         )
