@@ -1,6 +1,6 @@
 """Reads conversations from rows of any layout. No tokenizer is involved.
 
-Every turn of the assistant is an answer, including the turns of a `prompt` that has several.
+Each turn of the assistant is an answer, even if the turn is part of a row's `prompt`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pipeline.data.documents.records import Record, get_json_type_name
 from pipeline.errors import DataError
 
 Turn = dict[str, Any]
-Spans = list[tuple[int, int]]  # parts of a text: (start, end) in characters
+Spans = list[tuple[int, int]]
+"""Parts of a text: (first character, character after the last)."""
 
 ASSISTANT = "assistant"
 ROLES = {
@@ -33,14 +34,16 @@ ROLES = {
     "function_response": "tool",
     "tool_response": "tool",
 }
-CALLING_ROLES = ("function_call", "tool_call")  # roles of ShareGPT turns whose text is a call in JSON
-# Fields that say whether an answer is in the loss, as OpenAI, ms-swift, Mistral and Axolotl name them.
+TOOL_CALL_ROLES = ("function_call", "tool_call")  # roles of ShareGPT turns whose text is a call in JSON
+# Fields with an answer's weight (0 or 1) in the loss, as OpenAI, ms-swift, Mistral and Axolotl name them.
 WEIGHT_FIELDS = ("weight", "loss", "loss_mask", "train")
-UNLEARNED = "\0unlearned"  # marks a turn that is not in the loss, until the Conversation is built
-ROW = "row"  # the layout whose template reads the row itself, and the field of a turn that holds the row
-DETAIL = "train_detail"  # Axolotl's field for the characters of an answer that are in the loss; an error here
+# Axolotl's field for the characters of an answer that are in the loss, which is not supported.
+TRAIN_DETAIL_FIELD = "train_detail"
+NOT_IN_LOSS = "\0unlearned"  # key that marks a turn as not in the loss, until the Conversation is built
+ROW_LAYOUT = "row"  # layout whose template reads the row itself
+ROW_FIELD = "row"  # field of a turn with the row, in this layout
 # Fields of a turn that a template may read besides role and content.
-FURTHER_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+OPTIONAL_TURN_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,11 @@ class Conversation:
     """Turns of a conversation, in order.
 
     Attributes:
-        turns: Dicts with `role` (a value of ROLES), `content` (text) and the FURTHER_FIELDS that the row has.
-            Arguments of tool calls are objects.
+        turns: Dicts with `role` (a value of ROLES), `content` (text) and those of OPTIONAL_TURN_FIELDS that
+            the row has. Arguments of tool calls are objects.
         tools: Functions that the assistant may call, each wrapped in an object with its type; `None` if there
             are none.
-        unlearned: Numbers (from 0) of the assistant's turns that are context only and not in the loss.
+        unlearned: Numbers (from 0) of the assistant's turns that are only context and not in the loss.
     """
 
     turns: list[Turn]
@@ -81,7 +84,7 @@ class Conversation:
         return (turn["content"] for turn in self.turns)
 
     def truncate(self, count: int) -> Conversation:
-        """Return a conversation of the first `count` turns."""
+        """Return a conversation with the first `count` turns."""
         return replace(self, turns=self.turns[:count])
 
 
@@ -91,8 +94,8 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     Args:
         where: File and line, for messages.
         record: The row.
-        layout: A key of CHAT_LAYOUTS; `auto` for the first layout whose fields the row has; or ROW for one
-            turn of the assistant with the row itself under `row`.
+        layout: A key of CHAT_LAYOUTS; `auto` for the first layout whose fields the row has; or ROW_LAYOUT for
+            one turn of the assistant with the row itself under ROW_FIELD.
 
     Raises:
         DataError: The row has no conversation in this layout, the conversation is empty, or a turn has no
@@ -102,45 +105,51 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
         raise DataError(
             f"{where}: got a plain string, expected a conversation; for plain text use data.kind: text"
         )
-    row: dict[str, Any] = without_nulls(record)
-    if layout == ROW:
-        return Conversation([{"role": ASSISTANT, "content": "", "row": row}])
+    row: dict[str, Any] = remove_nulls(record)
+    if layout == ROW_LAYOUT:
+        return Conversation([{"role": ASSISTANT, "content": "", ROW_FIELD: row}])
     names = list(CHAT_LAYOUTS) if layout == "auto" else [layout]
     name = next((name for name in names if all(has_field(row, each) for each in CHAT_LAYOUTS[name][0])), None)
     if name is None:
         fields = ", ".join(map(repr, row)) or "none"
         expected = "; ".join(f"{name} has {' and '.join(map(repr, CHAT_LAYOUTS[name][0]))}" for name in names)
-        asked = "any known layout" if layout == "auto" else f"data.layout {layout}"
-        raise DataError(f"{where}: no conversation in {asked}; its fields: {fields}; expected: {expected}")
-    turns = CHAT_LAYOUTS[name][1](where, row)
+        expected_layout = "any known layout" if layout == "auto" else f"data.layout {layout}"
+        raise DataError(
+            f"{where}: no conversation in {expected_layout}; the row's fields: {fields}; expected: {expected}"
+        )
+    _, read_layout = CHAT_LAYOUTS[name]
+    turns = read_layout(where, row)
     if not turns:
         raise DataError(f"{where}: the conversation is empty")
-    unlearned = frozenset(number for number, turn in enumerate(turns) if turn.pop(UNLEARNED, False))
+    unlearned = frozenset(number for number, turn in enumerate(turns) if turn.pop(NOT_IN_LOSS, False))
     conversation = Conversation(turns, read_tools(where, row), unlearned)
     try:
         _ = conversation.key
-    except (
-        UnicodeEncodeError
-    ) as error:  # half of a surrogate pair, which JSON allows and no tokenizer accepts
-        raise DataError(f"{where}: the conversation holds no valid text: {error.reason}") from None
+    # The text has half of a surrogate pair, which JSON allows and no tokenizer accepts.
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: the conversation is not valid text: {error.reason}") from None
     return conversation
 
 
 def has_field(record: dict[str, Any], name: str) -> bool:
-    """Return whether the row has a value in the field."""
-    return record.get(name) is not None  # tables store null where a row has no value
+    """Return whether the row has a value in the field; tables store null for missing values."""
+    return record.get(name) is not None
 
 
 def read_tools(where: str, record: dict[str, Any]) -> list[Any] | None:
     """Return the functions in a row's `tools`, each wrapped; `None` if there are none.
 
-    The field is a list or a list in JSON. Its functions may have a wrapper already.
+    The field and each of its entries may be JSON text. Functions that are wrapped already are not changed.
+
+    Raises:
+        DataError: The field is not a list of objects, or is not valid JSON.
     """
     tools = _parse_json(where, "field 'tools'", record.get("tools") or None)
     if isinstance(tools, list):
         tools = [_parse_json(where, "an entry of field 'tools'", tool) for tool in tools]
-    tools = without_nulls(tools)  # the row's own nulls are gone, those inside of JSON are not
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    tools = remove_nulls(tools)  # the caller removed the row's nulls, but not those in JSON text
+    is_list_of_objects = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not is_list_of_objects:
         raise DataError(
             f"{where}: field 'tools' is a {get_json_type_name(tools)}; expected a list of objects"
         )
@@ -148,12 +157,15 @@ def read_tools(where: str, record: dict[str, Any]) -> list[Any] | None:
 
 
 def _wrap_function(function: dict[str, Any]) -> dict[str, Any]:
-    """Wrap a function, or a call of one, in `type` and `function`, as templates expect it."""
+    """Wrap a function, or a call of one, in an object of `type` and `function`, as templates expect it.
+
+    Return an object unchanged if it is wrapped already, or has no name.
+    """
     if isinstance(function.get("function"), dict) or "name" not in function:
         return function
-    outside: dict[str, Any] = {key: function[key] for key in ("id", "type") if key in function}
-    inside = {key: value for key, value in function.items() if key not in outside}
-    return {"type": "function", **outside, "function": inside}
+    wrapper: dict[str, Any] = {key: function[key] for key in ("id", "type") if key in function}
+    content = {key: value for key, value in function.items() if key not in wrapper}
+    return {"type": "function", **wrapper, "function": content}
 
 
 def _parse_json(where: str, what: str, value: Any) -> Any:
@@ -163,11 +175,16 @@ def _parse_json(where: str, what: str, value: Any) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: {what} is no JSON: {error}") from None
+        raise DataError(f"{where}: {what} is not valid JSON: {error}") from None
 
 
 def read_calls(where: str, what: str, calls: Any) -> list[Any]:
     """Return tool calls in one form: wrapped, with arguments as an object.
+
+    Args:
+        where: File and line, for messages.
+        what: Name of the turn in messages.
+        calls: A list of calls, a single call, or one of these as JSON text.
 
     Raises:
         DataError: The calls are not a list of objects, or their arguments are neither an object nor its JSON.
@@ -178,20 +195,18 @@ def read_calls(where: str, what: str, calls: Any) -> list[Any]:
         raise DataError(
             f"{where}: 'tool_calls' of {what} is a {get_json_type_name(calls)}; expected a list of objects"
         )
-    read = []
+    wrapped_calls = []
     for call in map(_wrap_function, calls):
         function = call.get("function")
         if isinstance(function, dict) and function.get("arguments") is not None:
-            of_what = f"'arguments' of a tool call of {what}"
-            arguments = _parse_json(where, of_what, function["arguments"] or {})
+            field = f"'arguments' of a tool call of {what}"
+            arguments = _parse_json(where, field, function["arguments"] or {})
             if not isinstance(arguments, dict):
-                raise DataError(
-                    f"{where}: {of_what} is a {get_json_type_name(arguments)}; expected an object"
-                )
-            read.append({**call, "function": {**function, "arguments": arguments}})
+                raise DataError(f"{where}: {field} is a {get_json_type_name(arguments)}; expected an object")
+            wrapped_calls.append({**call, "function": {**function, "arguments": arguments}})
         else:
-            read.append(call)
-    return read
+            wrapped_calls.append(call)
+    return wrapped_calls
 
 
 def _read_messages(where: str, record: dict[str, Any]) -> list[Turn]:
@@ -203,7 +218,11 @@ def _read_sharegpt(where: str, record: dict[str, Any]) -> list[Turn]:
 
 
 def read_instruction(where: str, record: dict[str, Any]) -> str:
-    """Return the instruction of an Alpaca row, followed by its input if it has one."""
+    """Return the instruction of an Alpaca row, followed by its input if it has one.
+
+    Raises:
+        DataError: One of the fields is not text.
+    """
     question = read_content(where, "field 'instruction'", record["instruction"])
     if record.get("input"):
         question += "\n\n" + read_content(where, "field 'input'", record["input"])
@@ -224,25 +243,37 @@ def _read_prompt_completion(where: str, record: dict[str, Any]) -> list[Turn]:
     turns = []
     for name, role in (("prompt", "user"), ("completion", ASSISTANT)):
         value = record[name]
-        is_text = isinstance(value, str)
-        turns += [{"role": role, "content": value}] if is_text else read_turns(where, name, value)
+        if isinstance(value, str):
+            turns.append({"role": role, "content": value})
+        else:
+            turns += read_turns(where, name, value)
     return turns
 
 
 def read_system(where: str, record: dict[str, Any]) -> list[Turn]:
-    """Return the system turn from a row's `system` field in a list; an empty list if it has none."""
+    """Return a list with the system turn of a row's `system` field; an empty list if the row has none.
+
+    Raises:
+        DataError: The field is not text.
+    """
     if not record.get("system"):
         return []
     return [{"role": "system", "content": read_content(where, "field 'system'", record["system"])}]
 
 
 def read_turns(where: str, name: str, value: Any) -> list[Turn]:
-    """Return the turns in a list of objects; the list may be JSON.
+    """Return the turns of a row's field.
 
-    The objects have `role` and `content`, or `from` and `value`.
+    Args:
+        where: File and line, for messages.
+        name: Name of the field, for messages.
+        value: A list of objects with `role` and `content`, or with `from` and `value`; or its JSON text.
+
+    Raises:
+        DataError: The value is not a list of turns, or a turn has no text or an unknown role.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = without_nulls(_parse_json(where, f"field {name!r}", value))
+        value = remove_nulls(_parse_json(where, f"field {name!r}", value))
     if not isinstance(value, list):
         raise DataError(f"{where}: field {name!r} is a {get_json_type_name(value)}; expected a list of turns")
     return [
@@ -251,32 +282,36 @@ def read_turns(where: str, name: str, value: Any) -> list[Turn]:
 
 
 def _read_turn(where: str, what: str, turn: Any) -> Turn:
-    """Return the turn in an object of role and content, or of from and value."""
+    """Return a turn with `role` and `content`, and with NOT_IN_LOSS if it is an answer of weight 0."""
     if not isinstance(turn, dict):
         raise DataError(
             f"{where}: {what} is a {get_json_type_name(turn)}; expected an object of role and content"
         )
-    given = turn["role"] if "role" in turn else turn.get("from")
-    said_by = given.lower() if isinstance(given, str) else ""
-    role = ROLES.get(said_by)
+    given_role = turn["role"] if "role" in turn else turn.get("from")
+    role_name = given_role.lower() if isinstance(given_role, str) else ""
+    role = ROLES.get(role_name)
     if role is None:
-        raise DataError(f"{where}: {what} has the role {given!r}; expected one of {', '.join(ROLES)}")
-    found = {name: turn[name] for name in FURTHER_FIELDS if turn.get(name) is not None}
+        raise DataError(f"{where}: {what} has the role {given_role!r}; expected one of {', '.join(ROLES)}")
+    optional_fields = {name: turn[name] for name in OPTIONAL_TURN_FIELDS if turn.get(name) is not None}
     content = turn["content"] if turn.get("content") is not None else turn.get("value")
-    if said_by in CALLING_ROLES and not found.get("tool_calls"):
-        found["tool_calls"] = content
+    if role_name in TOOL_CALL_ROLES and not optional_fields.get("tool_calls"):
+        optional_fields["tool_calls"] = content
         content = None
-    if found.get("tool_calls"):
-        found["tool_calls"] = read_calls(where, what, found["tool_calls"])
+    if optional_fields.get("tool_calls"):
+        optional_fields["tool_calls"] = read_calls(where, what, optional_fields["tool_calls"])
         content = content or ""  # a turn may have calls and no text
-    read = {"role": role, "content": read_content(where, what, content), **found}
-    if role == ASSISTANT:
-        _read_weight(where, what, turn, read)
-    return read
+    result = {"role": role, "content": read_content(where, what, content), **optional_fields}
+    if role == ASSISTANT and not _is_in_loss(where, what, turn):
+        result[NOT_IN_LOSS] = True
+    return result
 
 
-def _read_weight(where: str, what: str, turn: Turn, read: Turn) -> None:
-    """Mark the turn `read` with UNLEARNED if the fields of `turn` exclude it from the loss."""
+def _is_in_loss(where: str, what: str, turn: Turn) -> bool:
+    """Return whether the weight fields of an answer include it in the loss.
+
+    Raises:
+        DataError: A weight is neither 0 nor 1, or TRAIN_DETAIL_FIELD selects parts of the answer.
+    """
     for name in WEIGHT_FIELDS:
         weight = turn.get(name)
         if weight is None:
@@ -287,43 +322,50 @@ def _read_weight(where: str, what: str, turn: Turn, read: Turn) -> None:
                 "either in the loss or not"
             )
         if not weight:
-            read[UNLEARNED] = True
-            return
-    if turn.get(DETAIL):
+            return False
+    if turn.get(TRAIN_DETAIL_FIELD):
         raise DataError(
-            f"{where}: {what} has {DETAIL}, which selects parts of an answer; an answer is in the loss as a "
-            "whole or, with weight 0, not at all: remove the field"
+            f"{where}: {what} has {TRAIN_DETAIL_FIELD}, which selects parts of an answer; an answer is in "
+            "the loss as a whole or, with weight 0, not at all: remove the field"
         )
+    return True
 
 
-def without_nulls(value: Any) -> Any:
+def remove_nulls(value: Any) -> Any:
     """Return a value without fields that are null, at any depth; tables store null for missing fields."""
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: remove_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [remove_nulls(each) for each in value]
+    return value
 
 
 def read_content(where: str, what: str, content: Any) -> str:
-    """Return text, from a string or a list of text pieces."""
+    """Return the text of a string, or of a list of objects with a `text` each.
+
+    Raises:
+        DataError: The content is something else, or a piece of it is not text, such as an image.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise DataError(f"{where}: {what} holds a {get_json_type_name(content)} in place of text")
+        raise DataError(f"{where}: {what} has a {get_json_type_name(content)} in place of text")
     for piece in content:
-        if not isinstance(piece, dict) or not isinstance(piece.get("text"), str):
+        is_text = isinstance(piece, dict) and isinstance(piece.get("text"), str)
+        if not is_text:
             kind = piece.get("type") if isinstance(piece, dict) else get_json_type_name(piece)
-            raise DataError(f"{where}: {what} holds {kind!r}; only pieces of text can be learned from")
+            raise DataError(f"{where}: {what} has content of type {kind!r}; expected text")
     return "".join(piece["text"] for piece in content)
 
 
 def count_common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of items (characters or turns) with which both sequences begin."""
-    shortest = min(len(one), len(other))
-    return next((place for place in range(shortest) if one[place] != other[place]), shortest)
+    """Return the number of items (characters or turns) that both sequences have in common at their start."""
+    length = min(len(one), len(other))
+    return next((index for index in range(length) if one[index] != other[index]), length)
 
 
-# Layout -> fields that identify it, and its reader. Rows with conversations often have a `prompt` as well, so
-# the order matters.
+# Layout -> fields that identify it, and its reader. The order matters: rows with conversations often have a
+# `prompt` as well.
 CHAT_LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[str, dict[str, Any]], list[Turn]]]] = {
     "messages": (("messages",), _read_messages),
     "sharegpt": (("conversations",), _read_sharegpt),
@@ -332,67 +374,76 @@ CHAT_LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[str, dict[str, Any]], l
 }
 
 
-# Fields whose value is a type. It decides how the template writes the rest, and is not written itself.
-STRUCTURE = frozenset({"role", "from", "type"})
+# Fields whose value decides how the template writes other fields, and which is not written itself.
+TYPE_FIELDS = frozenset({"role", "from", "type"})
 
 
 def find_unwritten_fields(record: Any, text: str) -> list[str]:
-    """Return the fields of a row whose content is missing in a text, at least in part.
+    """Return the fields of a row that a text does not contain in full.
 
-    A string is written if the text has each of its lines, as it is or escaped as in JSON. For a string that
-    holds JSON, the strings in it must be written, or the names of its fields if it has no strings. Numbers in
-    unknown fields of a turn are never written.
+    A string is written if the text has each of its lines, unchanged or escaped as in JSON. For a string of
+    JSON, the strings in it must be written, or the names of its fields if it has no strings. Numbers in
+    unknown fields of a turn count as not written.
 
     Args:
         record: The row as it was read.
-        text: Decoded tokens of the row.
+        text: Text that was tokenised for the row.
 
     Returns:
         Names such as `messages[].tool_calls[].id`, each once, in the order of the row.
     """
-    found: dict[str, None] = {}
+    unwritten: dict[str, None] = {}  # an ordered set
     for name, value in _iter_strings(record, ""):
-        if name not in found and (value is None or not _is_written(value, text)):
-            found[name] = None
-    return list(found)
+        if name not in unwritten and (value is None or not _is_written(value, text)):
+            unwritten[name] = None
+    return list(unwritten)
 
 
 def _iter_strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
     """Yield the name and string of each field; `None` for a number in an unknown field of a turn."""
     if isinstance(value, str):
-        try:
-            inside = json.loads(value) if value.lstrip()[:1] in ("[", "{") else None
-        except (ValueError, RecursionError):
-            inside = None
-        if inside is None:
+        parsed = _parse_container(value)
+        if parsed is None:
             yield name, value
         else:
-            yield from list(_iter_strings(inside, name)) or ((name, key) for key in inside)
+            yield from list(_iter_strings(parsed, name)) or ((name, key) for key in parsed)
     elif isinstance(value, list):
         for each in value:
             yield from _iter_strings(each, f"{name}[]")
     elif isinstance(value, dict):
         is_turn = name.endswith("[]") and "." not in name and ("role" in value or "from" in value)
         for key, each in value.items():
-            place = f"{name}.{key}" if name else str(key)
+            full_name = f"{name}.{key}" if name else str(key)
             if is_turn and isinstance(each, int | float) and key not in WEIGHT_FIELDS:
-                yield place, None
-            elif key not in STRUCTURE or not isinstance(each, str):
-                yield from _iter_strings(each, place)
+                yield full_name, None
+            elif key not in TYPE_FIELDS or not isinstance(each, str):
+                yield from _iter_strings(each, full_name)
+
+
+def _parse_container(text: str) -> Any:
+    """Return the list or object in a JSON text; `None` if the text is anything else."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _is_written(value: Any, text: str) -> bool:
-    return not isinstance(value, str) or all(
-        _contains_line(line.strip(), text) for line in value.splitlines()
-    )
+    if not isinstance(value, str):
+        return True
+    return all(_contains_line(line.strip(), text) for line in value.splitlines())
 
 
 def _contains_line(line: str, text: str) -> bool:
+    """Return whether a text has a line, unchanged or escaped as in JSON."""
     if line in text:
         return True
     forms = []
     for is_ascii in (False, True):
-        once = json.dumps(line, ensure_ascii=is_ascii)[1:-1]
-        # Escaped twice: arguments of a call that are JSON in a string.
-        forms += [once, json.dumps(once, ensure_ascii=is_ascii)[1:-1]]
+        escaped = json.dumps(line, ensure_ascii=is_ascii)[1:-1]
+        # Arguments of a call that are JSON text in a string are escaped twice.
+        escaped_twice = json.dumps(escaped, ensure_ascii=is_ascii)[1:-1]
+        forms += [escaped, escaped_twice]
     return any(form in text for form in forms)

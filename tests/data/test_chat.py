@@ -441,7 +441,7 @@ def test_a_turn_of_sharegpt_whose_text_is_a_call(make_encoder, role):
     turns += [turn("tool", "2"), turn("assistant", "3")]
     (document,) = make_encoder()([("", {"conversations": said})], Tally())
     assert document.key == one(make_encoder(), turns).key
-    with pytest.raises(DataError, match="'tool_calls' of turn 1 of 'conversations' is no JSON"):
+    with pytest.raises(DataError, match="'tool_calls' of turn 1 of 'conversations' is not valid JSON"):
         make_encoder()([("rows:1", {"conversations": [{"from": role, "value": "add 1"}]})], Tally())
 
 
@@ -455,15 +455,15 @@ def answer(**fields):
 @pytest.mark.parametrize(
     ("row", "layout", "message"),
     [
-        ({"text": "a", "id": 1}, "auto", "no conversation in any known layout; its fields: 'text', 'id'"),
-        ({"messages": TALK}, "alpaca", "in data.layout alpaca; its fields: 'messages'; expected: alpaca has"),
+        ({"text": "a", "id": 1}, "auto", "in any known layout; the row's fields: 'text', 'id'"),
+        ({"messages": TALK}, "alpaca", "data.layout alpaca; the row's fields: 'messages'; expected: alpaca"),
         ({"messages": []}, "auto", "the conversation is empty"),
         ({"messages": ["a"]}, "auto", "turn 1 of 'messages' is a string"),
         ({"messages": [*TALK, turn("narrator", "x")]}, "auto", "turn 3 of 'messages' has the role 'n"),
-        ({"messages": [turn("user", None)]}, "auto", "turn 1 of 'messages' holds a null in place of text"),
-        ({"instruction": 1, "output": "a"}, "auto", "field 'instruction' holds a number in place of text"),
-        ({"messages": [turn("user", "\ud800")]}, "auto", "holds no valid text: surrogates not allowed"),
-        ({"messages": TALK, "tools": "{"}, "auto", "field 'tools' is no JSON"),
+        ({"messages": [turn("user", None)]}, "auto", "turn 1 of 'messages' has a null in place of text"),
+        ({"instruction": 1, "output": "a"}, "auto", "field 'instruction' has a number in place of text"),
+        ({"messages": [turn("user", "\ud800")]}, "auto", "is not valid text: surrogates not allowed"),
+        ({"messages": TALK, "tools": "{"}, "auto", "field 'tools' is not valid JSON"),
         ("some text", "auto", "got a plain string, expected a conversation; for plain text use"),
         (answer(train_detail=[{"begin_offset": 0, "train": False}]), "auto", "turn 1 of 'messages' has trai"),
         (answer(tool_calls="[1]"), "auto", "'tool_calls' of turn 1 of 'messages' is a list; expected a list"),

@@ -206,13 +206,13 @@ def test_scores_are_a_margin(encoder, scores, margin):
         ({"chosen": "a b", "rejected": "c b"}, "do not share a prompt"),
         ({"prompt": KIND, **WHOLE}, "whole conversations that do not begin with 'prompt'"),
         ({"prompt": "", **SIDES}, "the prompt is empty"),
-        ({"text": SKY}, "no prompt in any known layout; its fields: 'text'; expected 'prompt' or"),
-        ({"prompt": SKY, "completion": BLUE}, "no answers: its fields: 'prompt', 'completion'"),
+        ({"text": SKY}, "no prompt in any known layout; the row's fields: 'text'; expected 'prompt' or"),
+        ({"prompt": SKY, "completion": BLUE}, "no answers; the row's fields: 'prompt', 'completion'"),
         ({"prompt": SKY, "completion": BLUE, "label": True}, "set data.examples: unpaired"),
         ({"prompt": [{"role": "me", "content": ""}], **LISTS}, "has the role 'me'"),
         (WHOLE | {"margin": "much"}, "field 'margin' is 'much'; expected a number"),
         (WHOLE | {"margin": float("nan")}, "field 'margin' is nan; expected a number"),
-        ({"prompt": SKY, "chosen": "\ud800", "rejected": BLUE}, "no valid text"),
+        ({"prompt": SKY, "chosen": "\ud800", "rejected": BLUE}, "not valid text"),
     ],
 )
 def test_a_bad_pair_is_named_by_its_place(encoder, row, message):

@@ -15,9 +15,9 @@ from pipeline.data.chat_layouts import find_unwritten_fields
 from pipeline.data.documents.records import Tally
 from pipeline.data.preference_layouts import (
     KIND_NAMES,
-    LABELS,
-    MARGIN,
-    SCORES,
+    LABEL_FIELDS,
+    MARGIN_FIELD,
+    SCORE_FIELDS,
     JudgedAnswer,
     PreferenceExample,
     read_example,
@@ -30,7 +30,7 @@ TOO_LONG = "examples dropped: longer than data.sequence_length together, or than
 UNWRITTEN = "examples with a field that the tokens do not contain in full"
 ESCAPED = "examples with a special token read as text"
 # Fields with a judgement or a number, which are text in CSV files. The tokens do not contain them.
-JUDGEMENT_FIELDS = frozenset({*LABELS, *(name for pair in SCORES for name in pair), MARGIN})
+JUDGEMENT_FIELDS = frozenset({*LABEL_FIELDS, *(name for pair in SCORE_FIELDS for name in pair), MARGIN_FIELD})
 
 
 @dataclass(frozen=True)
