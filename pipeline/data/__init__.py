@@ -1,9 +1,9 @@
-"""Data of a run: `prepare_data` turns the `data` section of a recipe into a DataBundle; loader.py batches it.
+"""Prepares the data of a run: `prepare_data` turns the `data` section of a recipe into a DataBundle.
 
-Data is prepared before the process group exists. Every rank calls `prepare_data`. The rank that gets the
-file lock does the work, and the others wait for the lock, not in a collective with a timeout.
+Every rank calls `prepare_data` before the process group exists. The rank that gets the file lock prepares the
+data. The others wait for the lock, not in a collective with a timeout.
 
-Modules that need torch are imported on demand. A process that only tokenises saves 2 s and 300 MB that way.
+Modules that need torch are imported on demand, which saves a process that only tokenises 2 s and 300 MB.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from pipeline.distributed.progress import Phase, tag_errors
 if TYPE_CHECKING:
     from pipeline.data.bundle import DataBundle
 
+# Kind of data -> module and function that prepare it.
 PREPARERS = {
     "text": ("text", "prepare_text"),
     "chat": ("text", "prepare_text"),
     "preference": ("text", "prepare_text"),
     "digits": ("digits", "prepare_digits"),
     "images": ("images", "prepare_images"),
-    "custom": ("custom", "prepare_custom"),  # every `package.module:function`
+    "custom": ("custom", "prepare_custom"),  # any `package.module:function`
 }
 
 
 @tag_errors(Phase.DATA)
 def prepare_data(config: DataConfig) -> DataBundle:
     """Return the data that a recipe names, newly prepared or read from the cache.
+
+    Exits if a worker process calls this while it imports a script without a `__main__` guard.
 
     Raises:
         DataError: A path, file, tokenizer or function that the recipe names cannot be used.

@@ -1,4 +1,4 @@
-"""Prepares text, conversations and preferences: packs the documents of every source into rows."""
+"""Packs the documents of every source into rows: text, conversations and judged answers."""
 
 from __future__ import annotations
 
@@ -26,41 +26,45 @@ from pipeline.data.packing import (
 )
 from pipeline.data.preference_layouts import MISMATCHED
 from pipeline.data.prepared import prepare_documents
+from pipeline.data.prepared.part_files import MAX_SEGMENTS
 from pipeline.data.sampler import SourceShare
 from pipeline.errors import DataError
 
 if TYPE_CHECKING:
     from pipeline.data.prepared import PreparedDocuments, PreparedSource, TokenStore
 
+log = logging.getLogger(__name__)
+
 
 class PreferenceRows(PaddedRows):
-    """Rows of whole preference examples. A segment is a prompt and an answer, and attends to itself alone.
+    """Rows of undivided preference examples.
 
-    Both answers of a pair are in one row, so that no pair is divided over ranks, except by Ulysses. In
-    addition to those of PackedDataset, a batch has these entries, with the segments of a row counted from 0:
+    A segment is a prompt and an answer; its tokens attend only to each other. Both answers of a pair are in
+    one row, so no pair is divided over ranks, except by Ulysses. The tokens of an answer are in the loss,
+    including its end.
 
-    `segments` (B, T) int64: segment of each token, -1 in padding; `segment_kinds` (B, S) int64: kind of each
-    segment (see preference_layouts.py), 0 if there is none. A pair's chosen answer is segment 2k, its
-    rejected answer 2k + 1; `margins` (B, S) float32, if any example has a margin: that of each chosen answer;
-    0 elsewhere.
+    In addition to the entries of PackedDataset, a batch has these, with the segments of a row counted from 0:
 
-    The tokens of an answer are in the loss, including its end.
+    - `segments` (B, T) int64: segment of each token, -1 in padding.
+    - `segment_kinds` (B, S) int64: kind of each segment (see preference_layouts.py), 0 if there is none. A
+      pair's chosen answer is segment 2k, its rejected answer is segment 2k + 1.
+    - `margins` (B, S) float32, if any example has a margin: the margin of each chosen answer; 0 elsewhere.
 
     Args:
         store: Store of the examples.
-        sequence_length: Tokens of a row, T.
+        sequence_length: Number of tokens in a row, T.
         end_id: Token of the padding.
-        share_rows: Whether several examples share a row if they fit (`best_fit`); otherwise each has a row of
-            its own (`none`).
-        mismatched: Whether each example's prompts are repeated with the answers of the next example. These
-            answers are cut at the end of the row. A single example is left out then.
+        share_rows: Whether several examples share a row if they fit (`best_fit`); otherwise each example has
+            its own row (`none`).
+        mismatched: Whether to repeat each example's prompts with the answers of the next example. These
+            answers are cut if the row is full. If there is only one example, it is dropped.
         answer_length: Maximum number of tokens of a mismatched answer with its prompt; `None` for no limit.
 
     Attributes:
-        longest: Number of tokens of the longest segment. Positions in padding restart after as many, too.
-        num_segments: Number of segments in a row, S.
+        longest: Number of tokens of the longest segment. Positions in padding restart after as many tokens.
+        num_segments: Number of segments in a row, S; the largest of all rows until `unify_shapes` raises it.
         has_margins: Whether batches have `margins`.
-        mismatched_cut: Number of mismatched answers that are cut.
+        num_cut: Number of mismatched answers that are cut.
     """
 
     def __init__(
@@ -75,27 +79,28 @@ class PreferenceRows(PaddedRows):
     ) -> None:
         super().__init__([store], sequence_length, True, end_id)
         examples = _read_examples(store, self._first_tokens)
-        found = examples.find_own_segments()
-        self.mismatched_cut = 0
+        segments = examples.find_own_segments()
+        self.num_cut = 0
         if mismatched:
-            further, self.mismatched_cut = examples.make_mismatched_segments(sequence_length, answer_length)
-            found = _SegmentPieces(*map(np.concatenate, zip(found, *further, strict=True)))
+            further, self.num_cut = examples.make_mismatched_segments(sequence_length, answer_length)
+            segments = _SegmentPieces(*map(np.concatenate, zip(segments, *further, strict=True)))
             if len(examples.kinds) == 1:  # there is no other example's answer
-                found = _SegmentPieces(*(values[:0] for values in found))
-        by_example = np.lexsort((found.places, found.examples))
-        found = _SegmentPieces(*(values[by_example] for values in found))
-        ends = np.ones(len(found.starts), np.bool_)
-        pieces = DocumentPieces(found.starts, found.lengths.astype(np.int32), ends, 0)
-        order = self._arrange(pieces, share_rows, found.examples)
-        self._kinds = found.kinds[order].astype(np.int8)
+                segments = _SegmentPieces(*(values[:0] for values in segments))
+        by_example = np.lexsort((segments.places, segments.examples))
+        segments = _SegmentPieces(*(values[by_example] for values in segments))
+        ends = np.ones(len(segments.starts), np.bool_)
+        pieces = DocumentPieces(segments.starts, segments.lengths.astype(np.int32), ends, 0)
+        order = self._arrange(pieces, share_rows, segments.examples)
+        self._kinds = segments.kinds[order].astype(np.int8)
         # The margin belongs to the chosen answer, the first of its example.
-        margins = np.where(found.places == 0, examples.margins[found.examples], np.nan)[order]
+        margins = np.where(segments.places == 0, examples.margins[segments.examples], np.nan)[order]
         self.has_margins = bool(np.isfinite(margins).any())
         self._margins = np.nan_to_num(margins)
-        begun = compute_offsets(self._kinds > 0)[self._bounds]
-        self.num_segments = int(np.diff(begun).max(initial=1))
-        whole = np.bincount(np.cumsum(self._kinds > 0), self._lengths)
-        self.longest = int(whole.max(initial=1))
+        begins_segment = self._kinds > 0
+        segments_before_row = compute_offsets(begins_segment)[self._bounds]
+        self.num_segments = int(np.diff(segments_before_row).max(initial=1))
+        segment_lengths = np.bincount(np.cumsum(begins_segment), self._lengths)
+        self.longest = int(segment_lengths.max(initial=1))
 
     def count_answers(self) -> Counter[int]:
         """Return the number of segments by kind."""
@@ -106,53 +111,57 @@ class PreferenceRows(PaddedRows):
         placed = self._place_pieces(indices)
         pair = self._read_pieces(placed)
         kinds = self._kinds[placed.pieces]
-        begins = kinds > 0
+        begins_segment = kinds > 0
         inputs, labels = pair.reshape(2, -1)
         # The last token of a prompt predicts the first token of another example's answer.
-        joins = placed.places[~begins]
-        labels[joins - 1] = inputs[joins]
-        batch = self._make_batch(pair, np.concatenate([placed.places[begins], placed.row_ends]))
-        before = compute_offsets(np.bincount(placed.of_row, begins, placed.rows))[:-1]
-        number = np.cumsum(begins) - 1 - before[placed.of_row]
+        answer_starts = placed.places[~begins_segment]
+        labels[answer_starts - 1] = inputs[answer_starts]
+        batch = self._make_batch(pair, np.concatenate([placed.places[begins_segment], placed.row_ends]))
         batch["position_ids"] %= self.longest
+        segments_before_row = compute_offsets(np.bincount(placed.of_row, begins_segment, placed.rows))[:-1]
+        segment_numbers = np.cumsum(begins_segment) - 1 - segments_before_row[placed.of_row]
+        # Positions of all tokens of the pieces in the batch, which is flattened.
+        shifts = placed.places - np.cumsum(placed.lengths) + placed.lengths
+        positions = np.repeat(shifts, placed.lengths) + np.arange(placed.lengths.sum())
         segments = np.full(inputs.shape, -1)
-        shift = placed.places - np.cumsum(placed.lengths) + placed.lengths
-        taken = np.repeat(shift, placed.lengths) + np.arange(placed.lengths.sum())
-        segments[taken] = np.repeat(number, placed.lengths)
+        segments[positions] = np.repeat(segment_numbers, placed.lengths)
         batch["segments"] = torch.from_numpy(segments.reshape(pair.shape[1:]))
-        where = placed.of_row[begins], number[begins]
-        table = np.zeros((placed.rows, self.num_segments), dtype=np.int64)
-        table[where] = kinds[begins]
-        batch["segment_kinds"] = torch.from_numpy(table)
+        rows_and_numbers = (placed.of_row[begins_segment], segment_numbers[begins_segment])
+        segment_kinds = np.zeros((placed.rows, self.num_segments), dtype=np.int64)
+        segment_kinds[rows_and_numbers] = kinds[begins_segment]
+        batch["segment_kinds"] = torch.from_numpy(segment_kinds)
         if self.has_margins:
-            margins = np.zeros(table.shape, dtype=np.float32)
-            margins[where] = self._margins[placed.pieces][begins]
+            margins = np.zeros(segment_kinds.shape, dtype=np.float32)
+            margins[rows_and_numbers] = self._margins[placed.pieces][begins_segment]
             batch["margins"] = torch.from_numpy(margins)
         return batch
 
 
 def unify_shapes(datasets: Sequence[PreferenceRows]) -> int | None:
-    """Make the batches of all data sets have the same entries and shapes; log how many answers are cut.
+    """Give the batches of all data sets the same entries and shapes; log how many answers are cut.
+
+    The attributes `num_segments` and `has_margins` of the data sets are changed.
 
     Returns:
         Number of tokens of the longest segment; `None` if there are no data sets.
     """
-    most = max((rows.num_segments for rows in datasets), default=1)
+    num_segments = max((rows.num_segments for rows in datasets), default=1)
     has_margins = any(rows.has_margins for rows in datasets)
     for rows in datasets:
-        rows.num_segments = most
+        rows.num_segments = num_segments
         rows.has_margins = has_margins
-    if cut := sum(rows.mismatched_cut for rows in datasets):
+    num_cut = sum(rows.num_cut for rows in datasets)
+    if num_cut:
         log.info(
-            "%d answers are cut that were combined with another example's prompt to estimate the KL term: "
-            "their rows are full; a larger data.sequence_length keeps them whole",
-            cut,
+            "%d mismatched answers (of another example than their prompt, to estimate the KL term) are cut, "
+            "because their rows are full; to avoid cuts, raise data.sequence_length",
+            num_cut,
         )
     return max((rows.longest for rows in datasets), default=None)
 
 
 class _SegmentPieces(NamedTuple):
-    """N ranges of a store's tokens: whole segments, or prompts and answers that form a segment together.
+    """N ranges of a store's tokens: each is a segment, or the prompt or the answer of a mismatched segment.
 
     Attributes:
         starts: (N,) offset of the first token.
@@ -170,7 +179,7 @@ class _SegmentPieces(NamedTuple):
 
 
 class _Examples(NamedTuple):
-    """All N examples of a store, with k segments each."""
+    """All N examples of a store, with up to MAX_SEGMENTS segments, k, each."""
 
     starts: Ints
     """Offset (N, k) of each segment's first token."""
@@ -184,60 +193,77 @@ class _Examples(NamedTuple):
     """Margin (N,) of each example; NaN if not known."""
 
     def find_own_segments(self) -> _SegmentPieces:
-        """Return all segments of the examples."""
+        """Return all segments of the examples, each as one piece."""
         examples, places = np.nonzero(self.kinds)
-        there = examples, places
-        return _SegmentPieces(self.starts[there], self.lengths[there], self.kinds[there], examples, places)
+        index = (examples, places)
+        return _SegmentPieces(self.starts[index], self.lengths[index], self.kinds[index], examples, places)
 
     def make_mismatched_segments(
-        self, size: int, longest: int | None
+        self, row_length: int, max_length: int | None
     ) -> tuple[tuple[_SegmentPieces, _SegmentPieces], int]:
         """Combine each prompt with an answer of the next example; the last example takes the first's.
 
         Each answer keeps at least one token, since examples are prepared so that there is room.
 
+        Args:
+            row_length: Number of tokens in a row.
+            max_length: Maximum number of tokens of a prompt and its answer; `None` for no limit.
+
         Returns:
             Pieces of the prompts and of the answers, and the number of answers that are cut.
         """
         examples, places = np.nonzero(self.kinds)
-        others = (examples + 1) % len(self.kinds)
-        # If the next example has no rejected answer, its chosen answer is used.
-        theirs = others, np.where(self.kinds[others, places] > 0, places, 0)
-        prompts = self.prompts[examples, places]
-        counts = (self.kinds > 0).sum(1)
-        room = (size - self.lengths.sum(1) - np.where(self.kinds > 0, self.prompts, 0).sum(1)) // counts
-        wanted = self.lengths[theirs] - self.prompts[theirs]
-        answers = np.minimum(wanted, room[examples])
-        if longest is not None:
-            answers = np.minimum(answers, longest - prompts)
-        behind = self.kinds.shape[1] + 2 * places
-        ours = _SegmentPieces(
-            self.starts[examples, places], prompts, np.full_like(prompts, MISMATCHED), examples, behind
+        next_examples = (examples + 1) % len(self.kinds)
+        # If the next example has no rejected answer, use its chosen answer.
+        next_segments = (next_examples, np.where(self.kinds[next_examples, places] > 0, places, 0))
+        prompt_lengths = self.prompts[examples, places]
+        num_answers = (self.kinds > 0).sum(1)
+        repeated_prompts = np.where(self.kinds > 0, self.prompts, 0).sum(1)
+        room_per_answer = (row_length - self.lengths.sum(1) - repeated_prompts) // num_answers
+        full_lengths = self.lengths[next_segments] - self.prompts[next_segments]
+        answer_lengths = np.minimum(full_lengths, room_per_answer[examples])
+        if max_length is not None:
+            answer_lengths = np.minimum(answer_lengths, max_length - prompt_lengths)
+        prompt_places = self.kinds.shape[1] + 2 * places  # after the example's own segments
+        prompts = _SegmentPieces(
+            starts=self.starts[examples, places],
+            lengths=prompt_lengths,
+            kinds=np.full_like(prompt_lengths, MISMATCHED),
+            examples=examples,
+            places=prompt_places,
         )
-        begin = self.starts[theirs] + self.prompts[theirs]
-        answered = _SegmentPieces(begin, answers, np.zeros_like(prompts), examples, behind + 1)
-        return (ours, answered), int((answers < wanted).sum())
+        answers = _SegmentPieces(
+            starts=self.starts[next_segments] + self.prompts[next_segments],
+            lengths=answer_lengths,
+            kinds=np.zeros_like(prompt_lengths),
+            examples=examples,
+            places=prompt_places + 1,
+        )
+        return (prompts, answers), int((answer_lengths < full_lengths).sum())
 
 
-def _read_examples(store: TokenStore, first: Ints) -> _Examples:
+def _read_examples(store: TokenStore, part_starts: Ints) -> _Examples:
+    """Return the examples of a store; `part_starts` are the offsets of each part's first token."""
     tables = [np.asarray(part.segments, dtype=np.int64) for part in store.parts]
-    table = np.concatenate([np.empty((0, 2, 3), np.int64), *tables])
-    begins = [
-        int(start) + np.concatenate([[0], np.asarray(part.ends)[:-1]])
-        for start, part in zip(first, store.parts, strict=False)
-    ]
+    table = np.concatenate([np.empty((0, MAX_SEGMENTS, 3), np.int64), *tables])
     kinds, prompts, lengths = np.moveaxis(table, 2, 0)
-    of_first = np.concatenate([np.empty(0, np.int64), *begins])
-    starts = of_first[:, None] + np.cumsum(lengths, axis=1) - lengths
+    example_starts = [
+        int(start) + np.concatenate([[0], np.asarray(part.ends)[:-1]])
+        for start, part in zip(part_starts, store.parts, strict=False)
+    ]
+    all_starts = np.concatenate([np.empty(0, np.int64), *example_starts])
     margins = [np.array(part.margins) for part in store.parts]
-    return _Examples(starts, prompts, lengths, kinds, np.concatenate([np.empty(0, np.float32), *margins]))
-
-
-log = logging.getLogger(__name__)
+    return _Examples(
+        starts=all_starts[:, None] + np.cumsum(lengths, axis=1) - lengths,
+        prompts=prompts,
+        lengths=lengths,
+        kinds=kinds,
+        margins=np.concatenate([np.empty(0, np.float32), *margins]),
+    )
 
 
 def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig) -> DataBundle:
-    """Return rows of tokens of every source and evaluation set; tokenise parts that are not in the cache.
+    """Return the rows of every source and evaluation set. Tokenise parts that are not in the cache.
 
     Raises:
         DataError: A source, the tokenizer or the cache cannot be used, or there is too little text.
@@ -261,10 +287,10 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
 
     train = {source.name: pack_rows(source.train) for source in prepared.sources}
     if not any(map(len, train.values())):
-        raise _too_little_error(prepared, config)
+        raise _make_too_little_data_error(prepared, config)
     held_out = {source.name: pack_rows(source.eval) for source in prepared.sources}
-    further = {source.name: pack_rows(source.eval) for source in prepared.eval_sets}
-    everything = [*train.values(), *held_out.values(), *further.values()]
+    eval_sets = {source.name: pack_rows(source.eval) for source in prepared.eval_sets}
+    datasets = [*train.values(), *held_out.values(), *eval_sets.values()]
     mixture = tuple(
         SourceShare(
             source.name or "",
@@ -274,7 +300,7 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
         )
         for source in config.all_sources()
     )
-    longest = unify_shapes([each for each in everything if isinstance(each, PreferenceRows)])
+    longest = unify_shapes([dataset for dataset in datasets if isinstance(dataset, PreferenceRows)])
     answers = Counter[int]()
     for source in config.all_sources():
         source_rows = train[source.name or ""]
@@ -282,8 +308,8 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
             answers += source_rows.count_answers()
     return DataBundle(
         train=join_datasets(list(train.values())),
-        eval=_drop_empty(held_out, prepared.sources, config) if config.eval_fraction else {},
-        eval_sets=_drop_empty(further, prepared.eval_sets, config),
+        eval=_drop_empty_sets(held_out, prepared.sources, config) if config.eval_fraction else {},
+        eval_sets=_drop_empty_sets(eval_sets, prepared.eval_sets, config),
         collate=collate_items,
         tokenizer=prepared.tokenizer,
         vocab_size=prepared.vocab_size,
@@ -296,12 +322,12 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
     )
 
 
-def _drop_empty(
+def _drop_empty_sets(
     rows: Mapping[str, PackedDataset], sources: list[PreparedSource], config: DocumentsConfig
 ) -> dict[str, PackedDataset]:
     """Return the data sets that have a row, and log a warning for each of the others.
 
-    A data set may be empty because whole documents are held out, by their hash.
+    A data set may be empty because documents are held out by their hash, and none may be chosen.
     """
     for source in sources:
         if not len(rows[source.name]):
@@ -317,23 +343,21 @@ def _drop_empty(
     return {name: dataset for name, dataset in rows.items() if len(dataset)}
 
 
-def _too_little_error(prepared: PreparedDocuments, config: DocumentsConfig) -> DataError:
+def _make_too_little_data_error(prepared: PreparedDocuments, config: DocumentsConfig) -> DataError:
     tokens = [source.train.num_tokens for source in prepared.sources]
     documents = [source.train.num_documents for source in prepared.sources]
-    if (preferences := config.preferences) is not None:
-        held_back = sum(source.eval.num_documents for source in prepared.sources)
-        least = (
-            "; unpaired answers need two, as each is compared with another's"
-            if preferences.is_unpaired
-            else ""
-        )
+    if config.preferences is not None:
+        num_held_out = sum(source.eval.num_documents for source in prepared.sources)
+        minimum = ""
+        if config.preferences.is_unpaired:
+            minimum = "; unpaired answers need two examples, because each is compared with another one"
         return DataError(
-            f"data holds {sum(documents)} examples to train on ({held_back} more are held out){least}: add "
-            "examples, or lower data.eval_fraction"
+            f"data has {sum(documents)} examples to train on ({num_held_out} more are held out){minimum}: "
+            "add examples, or lower data.eval_fraction"
         )
-    held_out = sum(source.eval.num_tokens for source in prepared.sources)
+    num_held_out = sum(source.eval.num_tokens for source in prepared.sources)
     return DataError(
-        f"data holds {sum(tokens)} training tokens in {sum(documents)} documents ({held_out} more tokens are "
-        f"held out); one sequence takes {config.sequence_length + 1}: add text, or lower "
+        f"data has {sum(tokens)} training tokens in {sum(documents)} documents ({num_held_out} more tokens "
+        f"are held out); one sequence takes {config.sequence_length + 1}: add text, or lower "
         "data.sequence_length or data.eval_fraction"
     )

@@ -17,30 +17,31 @@ from pipeline.files import find_unsafe_files, is_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PIECE_CHARACTERS = 100_000
-CONTEXT_CHARACTERS = 1_000  # characters on both sides of a cut that are checked
-MAX_CUTS_TRIED = 50  # cuts that are tried before the rest of a text stays whole
-WORD_END = re.compile(r"\w(?=\W)")
+PIECE_CHARACTERS = 100_000  # approximate size of a piece of a long text
+CONTEXT_CHARACTERS = 1_000  # on each side of a cut, in which the words are compared
+MAX_CUT_TRIALS = 50  # after as many unsuitable cuts, the rest of the text is one piece
+WORD_END_PATTERN = re.compile(r"\w(?=\W)")
 END_OF_DOCUMENT = "<|endoftext|>"
-# A tokenizer.json alone does not tell which of its special tokens ends a document.
-USUAL_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+# A tokenizer.json alone does not say which of its special tokens ends a document.
+KNOWN_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 
 
 def cut_text(core: Any, text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
     """Yield a text in pieces whose ids, concatenated, are those of the whole text.
 
-    The tokenizers library takes 90 times the size of a text as memory for training, and 9 times for encoding.
-    A text is cut only between two words of the pre-tokenizer: the words on both sides must be the words of
-    the text around the cut. If there is no pre-tokenizer or no such cut, the rest of the text is one piece.
+    Pieces save memory: the tokenizers library needs 90 times the size of a text for training, and 9 times for
+    encoding. A text is cut only between two words of the pre-tokenizer, which must split the text around the
+    cut into the same words with and without the cut. If there is no pre-tokenizer or no such cut, the rest of
+    the text is one piece.
 
     Args:
         core: The `tokenizers.Tokenizer`, which must encode special tokens as text.
-        text: Text to divide.
+        text: Text to cut.
         size: Approximate number of characters in a piece.
     """
     start = 0
     while core.pre_tokenizer is not None and len(text) - start > size:
-        ends = islice(WORD_END.finditer(text, start + size), MAX_CUTS_TRIED)
+        ends = islice(WORD_END_PATTERN.finditer(text, start + size), MAX_CUT_TRIALS)
         cut = next((end.end() for end in ends if _is_word_boundary(core, text, end.end())), None)
         if cut is None:
             break
@@ -50,20 +51,19 @@ def cut_text(core: Any, text: str, size: int = PIECE_CHARACTERS) -> Iterator[str
 
 
 def _is_word_boundary(core: Any, text: str, cut: int) -> bool:
-    """Return whether the text around a cut has the same words as both sides have separately."""
+    """Return whether the text around a cut has the same words as its two sides have separately."""
     before = text[max(0, cut - CONTEXT_CHARACTERS) : cut]
-    behind = text[cut : cut + CONTEXT_CHARACTERS]
+    after = text[cut : cut + CONTEXT_CHARACTERS]
+    # Added tokens are matched before the pre-tokenizer runs, so a cut may divide one.
     added = [token.content for token in core.get_added_tokens_decoder().values() if not token.special]
-    if any(token in before + behind for token in added):
+    if any(token in before + after for token in added):
         return False
-    return bool(
-        _split_words(core, before) + _split_words(core, behind) == _split_words(core, before + behind)
-    )
+    return _split_words(core, before) + _split_words(core, after) == _split_words(core, before + after)
 
 
 def _split_words(core: Any, text: str) -> list[str]:
-    normal = text if core.normalizer is None else core.normalizer.normalize_str(text)
-    return [word for word, _ in core.pre_tokenizer.pre_tokenize_str(normal)]
+    normalized = text if core.normalizer is None else core.normalizer.normalize_str(text)
+    return [word for word, _ in core.pre_tokenizer.pre_tokenize_str(normalized)]
 
 
 def train_tokenizer(
@@ -71,8 +71,8 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer as in GPT-2 (Radford et al. 2019), which decodes any text unchanged.
 
-    The same documents give the same ids. The vocabulary has fewer than `vocab_size` entries if no more pairs
-    of tokens occur twice in the text. It includes the end-of-document token, followed by `special_tokens`.
+    The same documents give the same ids. The vocabulary includes the end-of-document token, followed by
+    `special_tokens`. It has fewer than `vocab_size` entries if no further pair of tokens occurs twice.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -86,21 +86,24 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    divider = Tokenizer.from_str(core.to_str())  # a copy, since `core` is locked during training
-    core.train_from_iterator((piece for text in documents for piece in cut_text(divider, text)), trainer)
-    return _wrap(tokenizer_object=core, eos_token=END_OF_DOCUMENT)
+    cutter = Tokenizer.from_str(core.to_str())  # a copy, since `core` is locked during training
+    core.train_from_iterator((piece for text in documents for piece in cut_text(cutter, text)), trainer)
+    return _make_tokenizer(tokenizer_object=core, eos_token=END_OF_DOCUMENT)
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     """Load the `tokenizer.json` of a tokenizer that `train_tokenizer` made."""
-    return _wrap(tokenizer_file=str(path), eos_token=END_OF_DOCUMENT)
+    return _make_tokenizer(tokenizer_file=str(path), eos_token=END_OF_DOCUMENT)
 
 
 def load_pretrained(name: str) -> PreTrainedTokenizerFast:
     """Load the tokenizer of `data.tokenizer.pretrained`: a `tokenizer.json`, a local folder or a hub name.
 
+    Code in a tokenizer's folder is not run.
+
     Raises:
-        DataError: The path does not exist, or there is no fast tokenizer, or it has no end-of-document token.
+        DataError: The path does not exist or has no tokenizer; its folder has an unsafe file; the tokenizer
+            cannot be loaded, is not a fast one, or has no end-of-document token.
     """
     path = Path(name).expanduser()
     if not path.exists() and (is_path(name) or name.endswith(".json")):
@@ -114,22 +117,23 @@ def load_pretrained(name: str) -> PreTrainedTokenizerFast:
         raise DataError(
             f"data.tokenizer.pretrained: {name} is a pipe or a device; expected a file or a folder"
         )
-    beside = path.parent if path.name == "tokenizer.json" else path
-    if problem := next(find_unsafe_files(beside), None) if beside.is_dir() else None:
+    folder = path.parent if path.name == "tokenizer.json" else path
+    problem = next(find_unsafe_files(folder), None) if folder.is_dir() else None
+    if problem is not None:
         raise DataError(f"data.tokenizer.pretrained: {name}: {problem}; remove or replace it")
     try:
         with use_hub_or_cache("data.tokenizer.pretrained", name, DataError):
-            tokenizer = _load(name, path)
+            tokenizer = _load_tokenizer(name, path)
     except DataError:
         raise
     except Exception as error:  # the libraries raise plain Exception as well
         reason = summarize_error(error, 300)
-        what = name if path.exists() else f"{name} from the hub (nor is there a folder of that name)"
+        what = name if path.exists() else f"{name} from the hub (there is no local file or folder {name})"
         raise DataError(f"data.tokenizer.pretrained: cannot load {what}: {reason}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise DataError(
-            f"data.tokenizer.pretrained: {name} is a {type(tokenizer).__name__}, written in Python; "
-            "expected one with a tokenizer.json"
+            f"data.tokenizer.pretrained: {name} is a {type(tokenizer).__name__}, which is written in Python; "
+            "expected a tokenizer with a tokenizer.json"
         )
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -139,23 +143,24 @@ def load_pretrained(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _load(name: str, path: Path) -> Any:
+def _load_tokenizer(name: str, path: Path) -> Any:
+    """Load a tokenizer from a file or folder, or from the hub if `path` does not exist."""
     from transformers import AutoTokenizer
 
     if path.is_file():
         if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
             return AutoTokenizer.from_pretrained(str(path.parent), trust_remote_code=False)
-        tokenizer = _wrap(tokenizer_file=str(path))
+        tokenizer = _make_tokenizer(tokenizer_file=str(path))
         vocabulary = tokenizer.get_vocab()
-        tokenizer.eos_token = next((token for token in USUAL_END_TOKENS if token in vocabulary), None)
+        tokenizer.eos_token = next((token for token in KNOWN_END_TOKENS if token in vocabulary), None)
         return tokenizer
     return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=False)
 
 
-def _wrap(**given: Any) -> PreTrainedTokenizerFast:
+def _make_tokenizer(**arguments: Any) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(clean_up_tokenization_spaces=False, **given)
+    return PreTrainedTokenizerFast(clean_up_tokenization_spaces=False, **arguments)
 
 
 def get_token_id_bound(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -164,6 +169,6 @@ def get_token_id_bound(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return a hash of all that decides the ids of a text."""
+    """Return a hash of everything that decides the ids of a text."""
     content = f"{tokenizer.eos_token_id} {tokenizer.backend_tokenizer.to_str()}"
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

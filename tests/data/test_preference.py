@@ -419,7 +419,7 @@ def test_answers_of_others_are_cut_where_the_row_ends(tmp_path, caplog):
     batch = bundle.train.__getitems__(range(len(bundle.train)))
     found = [each for row in range(len(bundle.train)) for each in segments_of(batch, row)]
     assert [kind for kind, *_ in found].count(MISMATCHED) == 8
-    assert "4 answers are cut that were combined with another example's prompt" in caplog.text
+    assert "4 mismatched answers (of another example than their prompt, to estimate" in caplog.text
     ends = Counter(ids[-1] == bundle.tokenizer.eos_token_id for kind, ids, *_ in found if kind == MISMATCHED)
     assert ends == {True: 4, False: 4}
 
@@ -527,11 +527,11 @@ def test_an_answer_that_the_positions_do_not_reach_is_refused_and_left_out_as_ad
 
 def test_too_few_examples_are_no_lack_of_text(tmp_path):
     with pytest.raises(
-        DataError, match=r"^data holds 0 examples to train on \(20 more are held out\): add exam"
+        DataError, match=r"^data has 0 examples to train on \(20 more are held out\): add exam"
     ):
         prepare(tmp_path, [write(tmp_path / "a.jsonl", pairs(20))], eval_fraction=0.999)
     with pytest.raises(
-        DataError, match=r"holds 1 examples .*; unpaired answers need two, as each is compared"
+        DataError, match=r"has 1 examples .*; unpaired answers need two examples, because each is"
     ):
         prepare(tmp_path, [write(tmp_path / "b.jsonl", pairs(1))], eval_fraction=0.0, examples="unpaired")
 
