@@ -295,7 +295,9 @@ CHATS = [
         "data.too_long: shorten",
         too_long="error",
     ),
-    template("a template that is not valid Jinja", "{% for x in %}", "the chat template is not valid Jinja: line 1"),
+    template(
+        "a template that is not valid Jinja", "{% for x in %}", "the chat template is not valid Jinja: line 1"
+    ),
     template(
         "a template that refuses", "{{ raise_exception('never') }}", "the chat template refuses", "never"
     ),

@@ -171,8 +171,8 @@ class ConversationWriter:
                 learned.append([])
                 continue
             answer_text = "".join(written.text[start:end] for start, end in spans)
-            calls = turn.get("tool_calls")
-            is_only_calls = calls and not turn["content"].strip()
+            calls = turn.get("tool_calls") or []
+            is_only_calls = bool(calls) and not turn["content"].strip()
             if is_only_calls and not _are_calls_written(calls, answer_text):
                 tally.note(CALLS_UNWRITTEN, written.where)
                 learned.append([])
