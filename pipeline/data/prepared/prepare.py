@@ -187,6 +187,8 @@ def prepare_documents(
 
     Raises:
         DataError: A source, a document, the tokenizer or the cache cannot be used, or a worker was killed.
+        ConfigError: A document is too long and `data.too_long` is `error`, or the chat template cannot be
+            used.
     """
     cache_dir = Path(config.cache_dir).expanduser()
     sources = find_sources(config, cache_dir)
