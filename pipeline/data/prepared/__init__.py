@@ -1,4 +1,4 @@
-"""Tokenises documents into the cache: call `prepare_documents`, which returns a TokenStore for each split."""
+"""Tokenises documents into the cache: `prepare_documents` returns each source's tokens in TokenStores."""
 
 from pipeline.data.prepared.part_files import TokenStore
 from pipeline.data.prepared.prepare import PreparedDocuments, PreparedSource, prepare_documents
