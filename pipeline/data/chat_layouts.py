@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.data.documents.records import Record, get_json_type_name
 from pipeline.errors import DataError
@@ -109,16 +109,10 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     if layout == ROW_LAYOUT:
         return Conversation([{"role": ASSISTANT, "content": "", ROW_FIELD: row}])
     names = list(CHAT_LAYOUTS) if layout == "auto" else [layout]
-    name = next((name for name in names if all(has_field(row, each) for each in CHAT_LAYOUTS[name][0])), None)
+    name = next((name for name in names if CHAT_LAYOUTS[name].fits(row)), None)
     if name is None:
-        fields = ", ".join(map(repr, row)) or "none"
-        expected = "; ".join(f"{name} has {' and '.join(map(repr, CHAT_LAYOUTS[name][0]))}" for name in names)
-        expected_layout = "any known layout" if layout == "auto" else f"data.layout {layout}"
-        raise DataError(
-            f"{where}: no conversation in {expected_layout}; the row's fields: {fields}; expected: {expected}"
-        )
-    _, read_layout = CHAT_LAYOUTS[name]
-    turns = read_layout(where, row)
+        raise _make_no_conversation_error(where, row, names, layout)
+    turns = CHAT_LAYOUTS[name].read(where, row)
     if not turns:
         raise DataError(f"{where}: the conversation is empty")
     unlearned = frozenset(number for number, turn in enumerate(turns) if turn.pop(NOT_IN_LOSS, False))
@@ -129,6 +123,16 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: the conversation is not valid text: {error.reason}") from None
     return conversation
+
+
+def _make_no_conversation_error(where: str, row: dict[str, Any], names: list[str], layout: str) -> DataError:
+    row_fields = ", ".join(map(repr, row)) or "none"
+    expected_layout = "any known layout" if layout == "auto" else f"data.layout {layout}"
+    fields_of = {name: " and ".join(map(repr, CHAT_LAYOUTS[name].fields)) for name in names}
+    expected = "; ".join(f"{name} has {fields}" for name, fields in fields_of.items())
+    return DataError(
+        f"{where}: no conversation in {expected_layout}; the row's fields: {row_fields}; expected: {expected}"
+    )
 
 
 def has_field(record: dict[str, Any], name: str) -> bool:
@@ -364,13 +368,28 @@ def count_common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((index for index in range(length) if one[index] != other[index]), length)
 
 
-# Layout -> fields that identify it, and its reader. The order matters: rows with conversations often have a
-# `prompt` as well.
-CHAT_LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[str, dict[str, Any]], list[Turn]]]] = {
-    "messages": (("messages",), _read_messages),
-    "sharegpt": (("conversations",), _read_sharegpt),
-    "alpaca": (("instruction", "output"), _read_alpaca),
-    "prompt_completion": (("prompt", "completion"), _read_prompt_completion),
+class ChatLayout(NamedTuple):
+    """A layout of rows.
+
+    Attributes:
+        fields: Fields that identify the layout; a row must have a value in each.
+        read: Function that takes the location for messages and the row, and returns the turns.
+    """
+
+    fields: tuple[str, ...]
+    read: Callable[[str, dict[str, Any]], list[Turn]]
+
+    def fits(self, row: dict[str, Any]) -> bool:
+        """Return whether the row has a value in each of the fields."""
+        return all(has_field(row, field) for field in self.fields)
+
+
+# The order matters: rows with conversations often have a `prompt` as well.
+CHAT_LAYOUTS = {
+    "messages": ChatLayout(("messages",), _read_messages),
+    "sharegpt": ChatLayout(("conversations",), _read_sharegpt),
+    "alpaca": ChatLayout(("instruction", "output"), _read_alpaca),
+    "prompt_completion": ChatLayout(("prompt", "completion"), _read_prompt_completion),
 }
 
 
