@@ -284,7 +284,7 @@ CHATS = [
         [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
         ":1",
         "'image'",
-        "only pieces of text",
+        "expected text",
     ),
     chat("a role of escapes", [{"messages": [{"role": "\x1b[2J", "content": "x"}]}], ":1", "x1b"),
     chat("another layout than the recipe's", [{"messages": TURNS}], ":1", layout="alpaca"),
