@@ -23,19 +23,20 @@ from pipeline.errors import LaunchError
 log = logging.getLogger(__name__)
 
 
-def choose_accelerator(*, tells: bool = False) -> str:
-    """Return `cuda` or `cpu`: DS_ACCELERATOR if it is set, else what torch finds. Sets DS_ACCELERATOR.
+def choose_accelerator(*, warn: bool = False) -> str:
+    """Return `cuda` or `cpu`: DS_ACCELERATOR if it is set, else `cuda` if torch can use a GPU.
 
-    Call it before DeepSpeed is imported, which reads the variable. torch looks for GPUs with the driver's
-    management library (NVML) instead of CUDA, so the process may still fork.
+    Sets DS_ACCELERATOR to the result. Call it before DeepSpeed is imported, because DeepSpeed reads the
+    variable. Also sets PYTORCH_NVML_BASED_CUDA_CHECK: torch then looks for GPUs with the driver's management
+    library (NVML) instead of CUDA, so the process may still fork.
 
     Args:
-        tells: Whether to warn of a GPU that torch cannot use.
+        warn: Whether to log a warning if the machine has a GPU that torch cannot use.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if "DS_ACCELERATOR" not in os.environ:
         has_gpu = torch.cuda.is_available()
-        if tells and not has_gpu:
+        if warn and not has_gpu:
             build = TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
             reason = explain_idle_gpu(build, os.environ)
             if reason is not None:
@@ -44,11 +45,11 @@ def choose_accelerator(*, tells: bool = False) -> str:
     return os.environ["DS_ACCELERATOR"]
 
 
-def choose_allocation(environment: MutableMapping[str, str]) -> None:
-    """Make the CUDA allocator use expandable segments, unless the user has configured it.
+def configure_allocator(environment: MutableMapping[str, str]) -> None:
+    """Make the CUDA allocator use expandable segments, unless the user has configured the allocator.
 
-    These do not become fragmented by blocks of changing sizes. Call it before the first allocation on the
-    device: torch then reads the variable.
+    Allocations of changing sizes do not fragment expandable segments. Call it before the first allocation on
+    the device, because torch reads the variable then.
 
     Args:
         environment: Environment of the process. PYTORCH_ALLOC_CONF is set in it.
@@ -58,15 +59,18 @@ def choose_allocation(environment: MutableMapping[str, str]) -> None:
 
 
 def find_device(ranks: Ranks) -> torch.device:
-    """Return this rank's device.
+    """Return this rank's device, and prepare the environment for it.
+
+    Sets DS_ACCELERATOR and, for a GPU, the options of the CUDA allocator.
 
     Raises:
-        LaunchError: See `check_accelerator_variable` and `device_index`.
+        LaunchError: DS_ACCELERATOR is neither cpu nor cuda, no GPU is visible although it is cuda, or this
+            machine has more ranks than visible GPUs.
     """
     check_accelerator_variable(os.environ)
-    if choose_accelerator(tells=ranks.is_main_process) == "cpu":
+    if choose_accelerator(warn=ranks.is_main_process) == "cpu":
         return torch.device("cpu")
-    choose_allocation(os.environ)
+    configure_allocator(os.environ)
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", device_index(ranks, num_visible, os.environ))
 
@@ -74,8 +78,8 @@ def find_device(ranks: Ranks) -> torch.device:
 def device_index(ranks: Ranks, num_visible: int, environment: Mapping[str, str]) -> int:
     """Return the index of the rank's GPU among the visible ones: its local rank, or 0 if it sees only one.
 
-    A scheduler may let each task see one GPU of its own (srun --gpus-per-task=1). `check_own_devices` finds
-    ranks that see the same one.
+    A scheduler may let each task see only its own GPU (srun --gpus-per-task=1). `check_own_devices` finds
+    ranks that see the same GPU.
 
     Args:
         ranks: Rank and world size of this process.
@@ -85,16 +89,17 @@ def device_index(ranks: Ranks, num_visible: int, environment: Mapping[str, str])
     Raises:
         LaunchError: No GPU is visible, or there are several but fewer than ranks on this machine.
     """
-    shown = f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES', 'unset')}"
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    variable = "CUDA_VISIBLE_DEVICES is unset" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
     if num_visible == 0:
         raise LaunchError(
-            f"DS_ACCELERATOR=cuda, but torch {torch.__version__} sees no GPU ({shown}); unset DS_ACCELERATOR "
-            f"to compute on the CPU, or find the cause with {format_pipeline_command('doctor')}"
+            f"DS_ACCELERATOR=cuda, but torch {torch.__version__} sees no GPU ({variable}); unset "
+            f"DS_ACCELERATOR to compute on the CPU, or find the cause with {format_pipeline_command('doctor')}"
         )
     if num_visible > 1 and ranks.local_rank >= num_visible:
         raise LaunchError(
             f"local rank {ranks.local_rank} has no GPU: {ranks.local_world_size} ranks were started on this "
-            f"machine and {num_visible} GPUs are visible ({shown}); start as many ranks as GPUs"
+            f"machine and {num_visible} GPUs are visible ({variable}); start as many ranks as GPUs"
         )
     return ranks.local_rank if num_visible > 1 else 0
 

@@ -14,9 +14,10 @@ from pipeline.files import format_bytes
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
-NEARLY_FULL = 0.9
+NEARLY_FULL_SHARE = 0.9
 """Share of the memory limit above which a lost process was most likely killed for memory."""
-ADVICE = "lower batch.micro_batch_size or loader.num_workers, or give the job more memory"
+MEMORY_ADVICE = "lower batch.micro_batch_size or loader.num_workers, or give the job more memory"
+"""General advice for a rank that was killed for memory."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class RankProcess:
 
     rank: int
     host: str
+    """Host name of the process's machine, for messages."""
     pid: int
+    """Process id, in the process's own PID namespace."""
     machine: str = ""
-    """Id of its machine; see machine.machine_id."""
+    """Id of the process's machine and PID namespace; see machine.machine_id."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
@@ -45,9 +48,9 @@ class RankReport:
     place: str
     """Innermost line on the stack that is not of a library, with its file and function."""
     collective: str | None = None
-    """Collective that the rank waits in; `None` if it is busy with something else."""
+    """Collective that the rank waits in; `None` if the rank is busy with something else."""
     number: int | None = None
-    """Number of the collective in its process group; `None` if the flight recorder does not know it."""
+    """Sequence number of the collective in its process group; `None` if the flight recorder has none."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +58,26 @@ class LostRank:
     """Rank whose heartbeats have stopped."""
 
     process: RankProcess
-    silent: float
+    silent_seconds: float
     """Seconds since its last heartbeat."""
     step: int | None
     """Number of optimizer steps completed at its last heartbeat; `None` if it sent none."""
     state: str | None
-    """State of its process: `gone`, `stopped` or `there`; `None` if it runs on another machine."""
+    """State of its process: `gone`, `stopped` or `alive`; `None` if it runs on another machine."""
     memory: MemoryUsage | None
     """Memory usage at its last heartbeat; `None` if it sent none."""
     num_kills: int = 0
-    """Number of processes that the kernel killed for memory in its cgroup since its last heartbeat."""
-    ranks_there: int = 1
+    """Number of processes that the kernel killed for memory in its cgroup since its last heartbeat.
+
+    It is 0 for a rank on another machine.
+    """
+    ranks_on_machine: int = 1
     """Number of ranks on its machine, including itself."""
 
 
 def advise() -> str:
     """Return the general advice for a rank that was killed for memory."""
-    return ADVICE
+    return MEMORY_ADVICE
 
 
 def describe_lost(lost: Sequence[LostRank], advise: Callable[[], str] = advise) -> str:
@@ -99,52 +105,54 @@ def _describe_lost_group(group: Sequence[LostRank], advise: Callable[[], str]) -
         who = str(lost.process)
         are = "is"
         send = "sends"
-    where = "" if lost.step is None else f" at step {lost.step}"
-    last = f"last heartbeat {lost.silent:.1f} s ago{where}"
+    at_step = "" if lost.step is None else f" at step {lost.step}"
+    last = f"last heartbeat {lost.silent_seconds:.1f} s ago{at_step}"
     if lost.state == "stopped":
         return f"{who} {are} stopped: {last}; it received SIGSTOP, for example from a scheduler or a debugger"
-    if lost.state == "there":
-        hangs = "its process is alive but runs no Python code: a native call hangs"
-        return f"{who} {send} no heartbeat: {last}; {hangs}"
+    if lost.state == "alive":
+        reason = "its process is alive but runs no Python code: a native call hangs"
+        return f"{who} {send} no heartbeat: {last}; {reason}"
     memory = lost.memory
-    is_full = memory is not None and memory.used > NEARLY_FULL * memory.limit
-    if lost.num_kills or is_full:
-        how = "killed for memory (exit code -9)" if lost.num_kills else "most likely killed for memory"
-        ranks = lost.ranks_there
-        resident = 0 if memory is None else memory.resident
-        several = f": {ranks} ranks there x {format_bytes(resident)}" if ranks > 1 else ""
-        return f"{who} {are} gone: {last}; {memory}: {how}{several}; {advise()}"
+    is_nearly_full = memory is not None and memory.used > NEARLY_FULL_SHARE * memory.limit
+    if lost.num_kills or is_nearly_full:
+        cause = "killed for memory (exit code -9)" if lost.num_kills else "most likely killed for memory"
+        ranks = lost.ranks_on_machine
+        if ranks > 1 and memory is not None:
+            cause += f": {ranks} ranks on its machine x {format_bytes(memory.resident)}"
+        return f"{who} {are} gone: {last}; {memory}: {cause}; {advise()}"
     if lost.state == "gone":
-        held = "" if memory is None else f"; {memory}"
+        usage = "" if memory is None else f"; {memory}"
         return (
-            f"{who} {are} gone: {last}{held}; killed or crashed: see the launcher's output for the exit code"
+            f"{who} {are} gone: {last}{usage}; killed or crashed: see the launcher's output for the exit code"
         )
-    return f"{who} {send} no heartbeat: {last}; its process, its machine or the link to it {are} gone"
+    process = "its process" if len(group) == 1 else "their processes"
+    return f"{who} {send} no heartbeat: {last}; {process}, its machine or the link to it is gone"
 
 
 def describe_hang(
     reports: Sequence[RankReport],
-    seconds: float,
-    silent: Sequence[LostRank] = (),
+    idle_seconds: float,
+    lost: Sequence[LostRank] = (),
     advise: Callable[[], str] = advise,
 ) -> str:
     """Return a sentence that names the ranks that are behind, their positions, and where the others wait.
 
     Args:
         reports: Reports of the ranks that answered, in any order; at least one.
-        seconds: Seconds without progress.
-        silent: Ranks that sent no heartbeat while the others reported.
+        idle_seconds: Seconds without progress.
+        lost: Ranks that sent no heartbeat while the others reported.
         advise: Returns advice against a lack of memory; called only if that is the cause.
     """
-    everyone = sorted(reports, key=lambda report: report.process.rank)
-    doing = max(everyone, key=lambda report: report.step).doing
-    since = f"{seconds:.0f}" if seconds >= 1 else f"{max(seconds, 0.1):.1f}"
-    start = f"hang: no {'step' if doing == 'step' else f'progress ({doing})'} for {since} s. "
-    waiting = [report for report in everyone if report.collective is not None]
-    busy = [report for report in everyone if report.collective is None]
-    if silent:
+    by_rank = sorted(reports, key=lambda report: report.process.rank)
+    activity = max(by_rank, key=lambda report: report.step).doing
+    missing = "step" if activity == "step" else f"progress ({activity})"
+    duration = f"{idle_seconds:.0f}" if idle_seconds >= 1 else f"{max(idle_seconds, 0.1):.1f}"
+    start = f"hang: no {missing} for {duration} s. "
+    waiting = [report for report in by_rank if report.collective is not None]
+    busy = [report for report in by_rank if report.collective is None]
+    if lost:
         rest = f"; {_describe_waiting(waiting)}" if waiting else ""
-        return start + describe_lost(silent, advise) + rest
+        return start + describe_lost(lost, advise) + rest
     if waiting and busy:
         # A busy rank counts as behind even if it is at another step than the ranks that wait.
         behind = [f"{report.process} is behind: {_format_position(report)}" for report in busy]
@@ -167,29 +175,34 @@ def _describe_all_waiting(waiting: list[RankReport]) -> str:
             "check the network between the hosts, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the "
             "interface that connects them"
         )
-    # The smallest group most likely made the wrong call; of equally small ones, that at the earliest step.
+    # The smallest group most likely made the wrong call. Of equally small groups, the one at the earliest
+    # step did.
     groups = sorted(calls.values(), key=lambda group: (len(group), group[0].step, group[0].process.rank))
     suspects = groups[0]
     others = [report for group in groups[1:] for report in group]
-    described = "; ".join(f"{report.process} is {_format_wait(report)}" for report in suspects)
-    return f"the ranks are in different collectives: {described}; {_describe_waiting(others)}"
+    suspect_waits = "; ".join(f"{report.process} is {_format_wait(report)}" for report in suspects)
+    return f"the ranks are in different collectives: {suspect_waits}; {_describe_waiting(others)}"
 
 
 def _describe_waiting(waiting: Sequence[RankReport]) -> str:
-    groups = _group_by(waiting, _format_wait).items()
-    return "; ".join(
-        f"{_format_ranks_of(group)} wait{'s' * (len(group) == 1)} {wait}" for wait, group in groups
-    )
+    """Describe which ranks wait in which collective. Ranks that wait in the same call are named together."""
+    parts = []
+    for wait, group in _group_by(waiting, _format_wait).items():
+        verb = "waits" if len(group) == 1 else "wait"
+        parts.append(f"{_format_ranks_of(group)} {verb} {wait}")
+    return "; ".join(parts)
 
 
 def _format_wait(report: RankReport) -> str:
+    """Return the collective of a waiting rank, its number, its step and its line of code."""
     number = "" if report.number is None else f" number {report.number}"
     return f"in {report.collective}{number} (step {report.step}, {report.place})"
 
 
 def _format_position(report: RankReport) -> str:
-    doing = "" if report.doing == "step" else f"{report.doing}, "
-    return f"step {report.step}, {doing}at {report.place}"
+    """Return the step, the activity (if it is not a step) and the line of code of a busy rank."""
+    activity = "" if report.doing == "step" else f"{report.doing}, "
+    return f"step {report.step}, {activity}at {report.place}"
 
 
 def _format_ranks_of(group: Iterable[RankReport] | Iterable[LostRank]) -> str:
@@ -205,13 +218,17 @@ def _group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, li
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3`, `ranks 0, 1` or `ranks 0-6, 8`."""
-    runs: list[list[int]] = []
+    consecutive: list[list[int]] = []
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+        if consecutive and rank == consecutive[-1][-1] + 1:
+            consecutive[-1].append(rank)
         else:
-            runs.append([rank])
+            consecutive.append([rank])
     words = []
-    for run in runs:
-        words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
+    for numbers in consecutive:
+        if len(numbers) > 2:
+            words.append(f"{numbers[0]}-{numbers[-1]}")
+        else:
+            words += map(str, numbers)
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {', '.join(words)}"

@@ -1,7 +1,7 @@
 """Facts about this machine: processes, limits of memory and open files, and GPUs with their drivers.
 
 No other module reads cgroups (version 1 or 2). Limits of this process's cgroup and of its parents count,
-since Slurm and Kubernetes set them on a job and not on the machine's root. Imports no torch.
+since Slurm and Kubernetes set limits on a job and not on the machine's root. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ from pipeline.files import format_bytes
 ROOT = Path("/")
 # Programs that try every possible file descriptor take seconds if the limit is higher.
 MAX_OPEN_FILES = 1 << 20
-FILES_PER_PROCESS = 400  # libraries, memory-mapped data, batches from workers, the files of a checkpoint
-FILES_PER_RANK = 5  # connections of gloo's and NCCL's process groups to each other rank
+# Files that each rank opens: libraries, memory-mapped data, batches from workers, files of a checkpoint.
+FILES_PER_PROCESS = 400
+# Connections that each rank opens to each other rank, for the process groups of gloo and NCCL.
+FILES_PER_RANK = 5
 KERNEL_LOG = Path("/dev/kmsg")
 _KILL_RECORD = re.compile(
     r"Killed process (\d+) \(.*\).* anon-rss:(\d+)kB, file-rss:(\d+)kB(?:, shmem-rss:(\d+)kB)?"
 )
 _RECORD_TIME = re.compile(r"\d+,\d+,(\d+),")  # priority, number, microseconds since the machine started
 CLOCK_TOLERANCE = 1.0  # seconds by which the kernel log's clock may differ from time.monotonic()
-_RECORD_BYTES = 8192  # no record of the kernel log is longer
+_MAX_RECORD_BYTES = 8192  # no record of the kernel log is longer
 log = logging.getLogger(__name__)
 
 
 def machine_id() -> str:
-    """Return a text that is equal for two processes of one machine in one PID namespace.
+    """Return an id that is equal for all processes of one machine in one PID namespace.
 
-    Such processes see each other's pids. The host's name has no influence.
+    Such processes see each other's pids. The id does not depend on the host name. On a system other than
+    Linux, each process has an id of its own.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -62,27 +65,30 @@ def process_age() -> float:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process of this machine: `gone`, `stopped` or `there`.
+    """Return the state of a process of this machine: `gone`, `stopped` or `alive`.
 
-    A zombie is `gone`. A process is `stopped` by SIGSTOP or a debugger.
+    A zombie is `gone`. A process is `stopped` by SIGSTOP or a debugger. A process whose state cannot be read
+    is `alive`.
     """
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return "gone"
     except (psutil.Error, OSError):
-        return "there"
+        return "alive"
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return "gone"
-    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "there"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return "stopped"
+    return "alive"
 
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Memory that this process uses, and that all processes under the same limit use."""
+    """Memory that one process uses, the tightest limit that applies to it, and the memory in use under it."""
 
     resident: int
-    """Bytes of resident memory of this process."""
+    """Bytes of resident memory of the process."""
     used: int
     """Bytes used by all processes under the limit, without cached files, which the kernel frees as needed."""
     limit: int
@@ -90,7 +96,7 @@ class MemoryUsage:
     by_cgroup: bool
     """Whether the limit is a cgroup's."""
     num_kills: int
-    """Number of processes of this cgroup that the kernel has killed because memory ran out."""
+    """Number of processes of the process's cgroup that the kernel has killed because memory ran out."""
 
     def __str__(self) -> str:
         owner = "its cgroup allows" if self.by_cgroup else "the machine has"
@@ -99,7 +105,7 @@ class MemoryUsage:
         return f"it used {format_bytes(self.resident)}, and {used} of the {limit} {owner} were in use"
 
 
-class _Limit(NamedTuple):
+class _MemoryLimit(NamedTuple):
     """Memory limit and the memory in use under it, in bytes."""
 
     limit: int
@@ -127,13 +133,16 @@ _V2 = _CgroupFiles(limit="memory.max", usage="memory.current", cached="inactive_
 
 
 def read_memory_usage(root: Path = ROOT) -> MemoryUsage:
-    """Return the current memory usage. This reads a few small files and is cheap.
+    """Return the current memory usage of this process. This reads a few small files and is cheap.
 
     Args:
         root: Root of the file system from which cgroups are read.
+
+    Raises:
+        OSError: This process can open no more files.
     """
     machine = psutil.virtual_memory()
-    tightest = _Limit(machine.total, machine.total - machine.available)
+    tightest = _MemoryLimit(machine.total, machine.total - machine.available)
     by_cgroup = False
     for group in _read_limits(root):
         if group.limit < tightest.limit:
@@ -147,18 +156,18 @@ def describe_process_limit() -> str | None:
     """Describe the memory limit that applies to this process alone (`ulimit`); `None` if there is none."""
     kinds = {"ulimit -d": resource.RLIMIT_DATA, "ulimit -v": resource.RLIMIT_AS}
     soft_limits = {command: resource.getrlimit(kind)[0] for command, kind in kinds.items()}
-    limits = {command: limit for command, limit in soft_limits.items() if limit != resource.RLIM_INFINITY}
+    limits = [(limit, command) for command, limit in soft_limits.items() if limit != resource.RLIM_INFINITY]
     if not limits:
         return None
-    command = min(limits, key=limits.__getitem__)
-    return f"this process may use {format_bytes(limits[command])} ({command})"
+    limit, command = min(limits)
+    return f"this process may use {format_bytes(limit)} ({command})"
 
 
 def available_memory(root: Path = ROOT) -> int:
     """Return the bytes that processes of this cgroup can still allocate.
 
-    This is the machine's free memory, or less if a cgroup leaves less. A file that cannot be read sets no
-    limit, since a save must not fail because of it.
+    This is the machine's free memory, or less if a cgroup leaves less. If a file cannot be read, its limit is
+    ignored, so that a save does not fail because of it.
 
     Args:
         root: Root of the file system from which cgroups are read.
@@ -170,9 +179,12 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def count_kills(root: Path = ROOT) -> int:
-    """Return the number of processes of this process's cgroup that were killed because memory ran out.
+    """Return the number of processes of this process's cgroup that the kernel killed for memory.
 
-    It is 0 if it cannot be read.
+    The result is 0 if the number cannot be read.
+
+    Args:
+        root: Root of the file system from which cgroups are read.
     """
     for folder, files in _list_cgroups(root):
         with suppress(OSError, ValueError, KeyError):
@@ -180,21 +192,21 @@ def count_kills(root: Path = ROOT) -> int:
     return 0
 
 
-def _read_limits(root: Path) -> Iterator[_Limit]:
-    """Yield the limits of this process's cgroups, without those that have none."""
+def _read_limits(root: Path) -> Iterator[_MemoryLimit]:
+    """Yield the memory limits of this process's cgroups. Cgroups without a limit are left out."""
     for folder, files in _list_cgroups(root):
         with suppress(OSError, ValueError):  # the file is missing, or its text is "max": there is no limit
             limit = int((folder / files.limit).read_text())
             usage = int((folder / files.usage).read_text())
             cached = _read_table(folder / "memory.stat").get(files.cached, 0)
-            yield _Limit(limit, max(0, usage - cached))
+            yield _MemoryLimit(limit, max(0, usage - cached))
 
 
 def _list_cgroups(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
     """Yield the folders of this process's cgroups and of their parents, innermost first.
 
-    In a container the path may be the one on the host. Then only its root exists, which is the container's
-    own cgroup.
+    In a container /proc may give the path of the cgroup on the host, which does not exist in the container.
+    Only the root of the path exists there, and it is the container's own cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -219,14 +231,15 @@ def _read_table(path: Path) -> dict[str, int]:
     return {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}
 
 
-def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
+def raise_open_files_limit(world_size: int = 1, warn: bool = True) -> None:
     """Raise the soft limit of open files to the hard limit, for this process and its children.
 
-    Warn if the hard limit is too low for the number of ranks.
+    The soft limit is never raised above MAX_OPEN_FILES.
 
     Args:
-        world_size: Number of ranks. Each needs connections to all others.
-        is_told: Whether to warn. One rank of a job should.
+        world_size: Number of ranks. Each rank needs connections to all others.
+        warn: Whether to log a warning if the hard limit is too low for the number of ranks. One rank of a
+            job should.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
@@ -236,7 +249,8 @@ def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
         except (OSError, ValueError):  # some systems report a hard limit that they do not grant
             hard = soft
     needed = FILES_PER_PROCESS + FILES_PER_RANK * world_size
-    if is_told and hard != resource.RLIM_INFINITY and hard < needed:
+    is_too_low = hard != resource.RLIM_INFINITY and hard < needed
+    if warn and is_too_low:
         log.warning(
             "a process may open %d files on this machine, but each of %d ranks opens about %d; raise the "
             "hard limit (ulimit -Hn; limits.conf: nofile; systemd: LimitNOFILE; Docker: --ulimit nofile)",
@@ -257,8 +271,8 @@ def read_kernel_kills(since: float, path: Path = KERNEL_LOG) -> dict[int, int]:
         path: Path of the kernel log.
 
     Returns:
-        Process id -> bytes of resident memory at the kill. It is empty if no process was killed, or if the
-        log cannot be read, as in most containers and for most users.
+        Process id -> bytes of resident memory at the kill. The result is empty if no process was killed, or
+        if the log cannot be read. Most containers and most users cannot read it.
     """
     killed: dict[int, int] = {}
     try:
@@ -278,10 +292,10 @@ def read_kernel_kills(since: float, path: Path = KERNEL_LOG) -> dict[int, int]:
 
 
 def _read_next_record(descriptor: int) -> str:
-    """Return the next record of the kernel log; empty if there is none yet, or it cannot be read."""
+    """Return the next record of the kernel log; empty at the end of the log, or if it cannot be read."""
     while True:
         try:
-            return os.read(descriptor, _RECORD_BYTES).decode(errors="replace")
+            return os.read(descriptor, _MAX_RECORD_BYTES).decode(errors="replace")
         except BrokenPipeError:  # the kernel has overwritten this record; the next read continues after it
             continue
         except OSError:
@@ -291,9 +305,10 @@ def _read_next_record(descriptor: int) -> str:
 # Vendor ids on the PCI bus.
 NVIDIA = "0x10de"
 AMD = "0x1002"
-# CUDA's major version -> oldest driver for Linux (CUDA's release notes, "minor version compatibility").
+# CUDA's major version -> major and minor version of the oldest driver for Linux that supports it. See CUDA's
+# release notes, "minor version compatibility".
 OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-PROVIDE_GPU = "docker run --gpus all, or srun --gpus; under WSL2 install NVIDIA's driver in Windows"
+PROVIDE_GPU_ADVICE = "docker run --gpus all, or srun --gpus; under WSL2 install NVIDIA's driver in Windows"
 
 
 class TorchBuild(NamedTuple):
@@ -306,21 +321,24 @@ class TorchBuild(NamedTuple):
     """ROCm version; `None` if torch is built without ROCm."""
 
 
-class CardFault(NamedTuple):
+class GpuFault(NamedTuple):
     """Reason why torch cannot compute on the GPUs of a machine."""
 
-    found: str
-    """Description of the fault."""
+    description: str
+    """Description of the fault, without a full stop."""
     fix: str
     """Advice: a command, or a sentence in the imperative."""
     is_fatal: bool
-    """Whether the machine has a GPU that a run would expect to use."""
+    """Whether the machine has a GPU that a run would expect to use. If not, the fault is only a warning."""
 
 
 def driver_version(root: Path = ROOT) -> str | None:
-    """Return the version of NVIDIA's kernel module, as `570.86.15`.
+    """Return the version of NVIDIA's kernel module, as `570.86.15`; `None` if the module is not loaded.
 
-    It is `None` if the module is not loaded. Under WSL2 it never is, since the driver is in Windows.
+    Under WSL2 the module is never loaded, since the driver is in Windows.
+
+    Args:
+        root: Root of the file system.
     """
     with suppress(OSError):
         match = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _read(root / "proc/driver/nvidia/version"))
@@ -341,20 +359,21 @@ def is_reachable(vendor: str, root: Path = ROOT) -> bool:
     return under_wsl or any((root / "dev").glob("nvidia[0-9]*"))
 
 
-def count_cards(vendor: str, root: Path = ROOT) -> int:
+def count_installed_gpus(vendor: str, root: Path = ROOT) -> int:
     """Return the number of a vendor's GPUs on the PCI bus, with or without a driver.
 
     Args:
         vendor: NVIDIA or AMD.
         root: Root of the file system.
     """
-    number = 0
+    count = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
             device_class = _read(device / "class").strip()
             is_gpu = device_class.startswith(("0x03", "0x12"))  # display controllers, accelerators
-            number += is_gpu and _read(device / "vendor").strip() == vendor
-    return number
+            if is_gpu and _read(device / "vendor").strip() == vendor:
+                count += 1
+    return count
 
 
 def count_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
@@ -370,82 +389,91 @@ def count_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
     return len(list((root / "proc/driver/nvidia/gpus").glob("*")))
 
 
-def find_missing_driver(driver: str, cuda: str) -> str | None:
-    """Return the version of the oldest driver that supports a CUDA version, if the driver is older.
+def find_required_driver(driver: str, cuda: str) -> str | None:
+    """Return the driver version that a CUDA version requires, if the installed driver is older.
 
     Args:
-        driver: Version of the driver, as `570.86.15`.
+        driver: Version of the installed driver, as `570.86.15`.
         cuda: CUDA version, as `13.0`.
 
     Returns:
-        Major version that is needed; `None` if the driver is new enough, or the CUDA version is not known.
+        Required major version; `None` if the driver is new enough, or OLDEST_DRIVERS lacks the CUDA version.
     """
     oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]))
-    numbers = tuple(int(part) for part in re.findall(r"\d+", driver)[:2])
-    return None if oldest is None or numbers >= oldest else str(oldest[0])
+    installed = tuple(int(part) for part in re.findall(r"\d+", driver)[:2])
+    if oldest is None or installed >= oldest:
+        return None
+    return str(oldest[0])
 
 
-def find_card_fault(torch: TorchBuild, root: Path = ROOT, newest_cuda: str | None = None) -> CardFault | None:
-    """Find the reason why this torch cannot compute on the GPUs of this machine.
+def find_gpu_fault(build: TorchBuild, root: Path = ROOT, newest_cuda: str | None = None) -> GpuFault | None:
+    """Find the reason why the installed torch cannot compute on the GPUs of this machine.
 
     Args:
-        torch: Versions that torch was built with.
+        build: Versions that torch was built with.
         root: Root of the file system.
-        newest_cuda: Newest CUDA version that the driver reports. It takes precedence over the driver's own
-            version, since a compatibility library may be installed beside the driver.
+        newest_cuda: Newest CUDA version that nvidia-smi reports. It takes precedence over the version of the
+            driver, since a compatibility library may be installed beside the driver. `None` if it is unknown.
 
     Returns:
         The fault; `None` if torch can use every GPU, or if there is none and torch is built without CUDA.
     """
     driver = driver_version(root)
+    has_nvidia = is_reachable(NVIDIA, root)
     has_amd = is_reachable(AMD, root)
-    if is_reachable(NVIDIA, root):
-        if torch.cuda is None:
-            return _describe_wrong_build(torch, "CUDA")
+    if has_nvidia:
+        if build.cuda is None:
+            return _describe_wrong_build(build, "CUDA")
         is_supported = newest_cuda is not None and (
-            int(newest_cuda.split(".")[0]) >= int(torch.cuda.split(".")[0])
+            int(newest_cuda.split(".")[0]) >= int(build.cuda.split(".")[0])
         )
-        oldest = None
+        required = None
         if driver is not None and not is_supported:
-            oldest = find_missing_driver(driver, torch.cuda)
-        if oldest is not None:
-            found = f"the driver {driver} is too old for torch's CUDA {torch.cuda}"
-            fix = f"install driver {oldest} or newer, or a build of torch for an earlier CUDA"
-            return CardFault(found, fix, True)
+            required = find_required_driver(driver, build.cuda)
+        if required is not None:
+            description = f"the driver {driver} is too old for torch's CUDA {build.cuda}"
+            fix = f"install driver {required} or newer, or a build of torch for an earlier CUDA"
+            return GpuFault(description, fix, is_fatal=True)
     elif driver is not None:
-        found = f"driver {driver}, but no /dev/nvidia0: this container or job has no GPU"
-        return CardFault(found, PROVIDE_GPU, False)
-    elif cards := count_cards(NVIDIA, root):
-        found = f"{cards} NVIDIA GPU{'s' * (cards > 1)}, but no driver"
+        description = f"driver {driver}, but no /dev/nvidia0: this container or job has no GPU"
+        return GpuFault(description, PROVIDE_GPU_ADVICE, is_fatal=False)
+    elif num_installed := count_installed_gpus(NVIDIA, root):
+        description = f"{num_installed} NVIDIA GPU{'s' * (num_installed > 1)}, but no driver"
         fix = "install the driver (apt-get install nvidia-driver-580), restart, and check with nvidia-smi"
-        return CardFault(found, fix, torch.cuda is not None)
-    elif torch.cuda is not None and not has_amd:
-        found = f"torch is built for CUDA {torch.cuda}, but there is no GPU: it computes on the CPU"
-        return CardFault(found, f"if the machine has a GPU: {PROVIDE_GPU}", False)
-    if has_amd and torch.hip is None and not is_reachable(NVIDIA, root):
-        return _describe_wrong_build(torch, "ROCm")
-    if has_amd and torch.hip is not None and not os.access(root / "dev/kfd", os.R_OK | os.W_OK):
+        return GpuFault(description, fix, is_fatal=build.cuda is not None)
+    elif build.cuda is not None and not has_amd:
+        description = f"torch is built for CUDA {build.cuda}, but there is no GPU: it computes on the CPU"
+        return GpuFault(description, f"if the machine has a GPU: {PROVIDE_GPU_ADVICE}", is_fatal=False)
+    if has_amd and build.hip is None and not has_nvidia:
+        return _describe_wrong_build(build, "ROCm")
+    if has_amd and build.hip is not None and not os.access(root / "dev/kfd", os.R_OK | os.W_OK):
         fix = "sudo usermod -aG render,video $USER; then log in again"
-        return CardFault("/dev/kfd: Permission denied", fix, True)
+        return GpuFault("/dev/kfd: Permission denied", fix, is_fatal=True)
     return None
 
 
-def _describe_wrong_build(torch: TorchBuild, backend: str) -> CardFault:
-    """Return the fault of a torch that is built without CUDA or ROCm, which its GPU needs."""
-    version = torch.version.partition("+")[0]
-    build = "a CPU build" if torch.cuda is None and torch.hip is None else f"built without {backend}"
+def _describe_wrong_build(build: TorchBuild, backend: str) -> GpuFault:
+    """Return the fault of a torch that lacks the backend of the machine's GPU.
+
+    Args:
+        build: Versions that torch was built with.
+        backend: `CUDA` or `ROCm`.
+    """
+    version = build.version.partition("+")[0]
+    is_cpu_build = build.cuda is None and build.hip is None
+    kind = "a CPU build" if is_cpu_build else f"built without {backend}"
     fix = f"install the build of torch {version} for {backend} (see pytorch.org)"
     if backend == "CUDA":  # the package index has the CUDA build for Linux
         fix = f"pip install --force-reinstall torch=={version}"
     # An AMD GPU may be a part of the processor that is not meant for training.
-    return CardFault(f"this torch ({torch.version}) is {build}", fix, is_fatal=backend == "CUDA")
+    return GpuFault(f"this torch ({build.version}) is {kind}", fix, is_fatal=backend == "CUDA")
 
 
-def explain_idle_gpu(torch: TorchBuild, environment: Mapping[str, str], root: Path = ROOT) -> str | None:
+def explain_idle_gpu(build: TorchBuild, environment: Mapping[str, str], root: Path = ROOT) -> str | None:
     """Return the reason why torch sees no GPU although the machine has one.
 
     Args:
-        torch: Versions that torch was built with.
+        build: Versions that torch was built with.
         environment: Environment variables.
         root: Root of the file system.
 
@@ -453,15 +481,16 @@ def explain_idle_gpu(torch: TorchBuild, environment: Mapping[str, str], root: Pa
         The reason and its fix; `None` if there is no GPU, or if the user has hidden it.
     """
     variables = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    if environment.get("DS_ACCELERATOR") == "cpu" or any(environment.get(name) == "" for name in variables):
+    hides_gpus = any(environment.get(name) == "" for name in variables)
+    if hides_gpus or environment.get("DS_ACCELERATOR") == "cpu":
         return None
     if not any(is_reachable(vendor, root) for vendor in (NVIDIA, AMD)):
         return None
-    fault = find_card_fault(torch, root)
+    fault = find_gpu_fault(build, root)
     if fault is not None:
-        return f"{fault.found}: {fault.fix}"
+        return f"{fault.description}: {fault.fix}"
     command = format_pipeline_command("doctor")
-    return f"torch ({torch.version}) does not see it; to find the fault run: {command}"
+    return f"torch ({build.version}) does not see it; to find the fault run: {command}"
 
 
 def _read(path: Path) -> str:

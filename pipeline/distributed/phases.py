@@ -1,8 +1,8 @@
 """Assigns each second of a run to a phase on one timeline, so that the phases add up to the wall time.
 
-On a GPU a CUDA event marks each change of phase. The host does not wait for the device until the seconds are
-read. A phase ends where the next one begins, so communication of DDP and ZeRO that overlaps the backward
-counts as backward. Separating it would take events on the streams of the collectives.
+On a GPU a CUDA event marks each change of phase. The host does not synchronize with the device until the
+seconds are read. A phase ends where the next one begins, so communication of DDP and ZeRO that overlaps the
+backward counts as backward. Separating the two would take events on the streams of the collectives.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from pipeline.distributed.progress import Phase, note_phase
 
 OTHER = "other"
-ASIDE = "aside"
-"""Phase of work that belongs to no step."""
+"""Phase of the parts of a step that have no phase of their own."""
+OTHER_OUTSIDE_STEPS = "aside"
+"""Phase of work that belongs to no step and has no phase of its own."""
 PHASES = (
     "data",
     "forward",
@@ -30,14 +31,15 @@ PHASES = (
     "generation",
     OTHER,
 )
-COUNTED_AS = {"routing": "forward", ASIDE: OTHER}
-"""Phases without a column, and the phase that each counts as. `routing` is an objective's `prepare_step`."""
+"""Phases that have a column in the rows of a run, in the order of the columns."""
+COUNTED_AS = {"routing": "forward", OTHER_OUTSIDE_STEPS: OTHER}
+"""Phase without a column -> the phase that it counts as. `routing` is an objective's `prepare_step`."""
 ERROR_PHASES = {"backward": Phase.BACKWARD, "optimizer": Phase.STEP}
-"""Phases of a step that an exception is tagged with; see progress.tag_errors."""
-NO_STEP = ("checkpoint", "evaluation", "generation", ASIDE)
+"""Phase in which an exception is raised -> the phase that it is tagged with; see progress.note_phase."""
+PHASES_OUTSIDE_STEPS = ("checkpoint", "evaluation", "generation", OTHER_OUTSIDE_STEPS)
 """Phases that are no part of a step."""
-MOST_MARKS = 1024
-"""Number of marks that a segment keeps. Beyond it, phases that the device has finished are added up early."""
+MAX_MARKS = 1024
+"""Number of marks from which a segment adds up the phases that the device has finished, to save memory."""
 
 
 Moment = Any
@@ -45,7 +47,7 @@ Moment = Any
 
 
 def moment_now(clock: Callable[[], float], on_gpu: bool) -> Moment:
-    """Return the current moment, without waiting for the device."""
+    """Return the current moment, without synchronizing with the device."""
     if not on_gpu:
         return clock()
     event = torch.cuda.Event(enable_timing=True)
@@ -54,7 +56,7 @@ def moment_now(clock: Callable[[], float], on_gpu: bool) -> Moment:
 
 
 def seconds_between(earlier: Moment, later: Moment) -> float:
-    """Return the seconds between two moments, after waiting until the device has reached the later one."""
+    """Return the seconds between two moments. On a GPU, wait until the device has reached the later one."""
     if isinstance(earlier, int | float):
         return float(later - earlier)
     if not later.query():
@@ -63,7 +65,7 @@ def seconds_between(earlier: Moment, later: Moment) -> float:
 
 
 class TimelineSegment:
-    """Seconds by phase of one segment of the timeline."""
+    """Seconds by phase of one segment of the timeline: the time between two calls of Phases.pop_segment."""
 
     def __init__(self, totals: dict[str, float], on_gpu: bool):
         """Begin a segment.
@@ -78,19 +80,19 @@ class TimelineSegment:
         self._totals = totals
         self._on_gpu = on_gpu
 
-    def add_ended_phases(self, waits: bool) -> bool:
+    def add_ended_phases(self, synchronize: bool) -> bool:
         """Add the seconds of the phases that have ended to the sums.
 
         Args:
-            waits: Whether to wait until the device has ended all of them.
+            synchronize: Whether to wait until the device has reached the end of all of them.
 
         Returns:
             Whether all of them have ended.
         """
         while len(self.marks) > 1:
             ended = self.marks[1][1]
-            if self._on_gpu and not waits and not ended.query():
-                return False
+            if self._on_gpu and not synchronize and not ended.query():
+                return False  # the device has not reached the end of this phase
             phase, began = self.marks.popleft()
             seconds = seconds_between(began, ended) if self._on_gpu else ended - began
             self._seconds[phase] += seconds
@@ -100,7 +102,7 @@ class TimelineSegment:
     def seconds(self) -> Mapping[str, float]:
         """Return the seconds by phase, after waiting until the device has finished the segment."""
         if len(self.marks) > 1:
-            self.add_ended_phases(waits=True)
+            self.add_ended_phases(synchronize=True)
         return self._seconds
 
 
@@ -124,22 +126,25 @@ class Phases:
         self._start_segment()
 
     def _start_segment(self) -> None:
-        self.began = self.now() if self._on_gpu else self._clock()
+        """Begin a segment in the current phase, and record its start as `began`."""
+        self.began: Moment = self.now() if self._on_gpu else self._clock()
+        """Start of the current segment."""
         self._segment = TimelineSegment(self._totals, self._on_gpu)
         self._segment.marks.append((self._phase, self.began))
 
     def now(self) -> Moment:
-        """Return the current moment, without waiting for the device."""
+        """Return the current moment, without synchronizing with the device."""
         return moment_now(self._clock, self._on_gpu)
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Measure the block as a phase, and tag its exceptions if the phase is one of ERROR_PHASES.
 
-        A nested phase interrupts the outer one. Inside of a phase of NO_STEP nothing is measured separately.
+        A nested phase interrupts the outer one. Inside a phase of PHASES_OUTSIDE_STEPS, nested phases count
+        as that phase.
         """
         outer = self._phase
-        if outer in NO_STEP:
+        if outer in PHASES_OUTSIDE_STEPS:
             yield
             return
         self._switch(phase)
@@ -154,7 +159,7 @@ class Phases:
 
     @contextmanager
     def notify_phase_ends(self, listener: Callable[[str], None]) -> Iterator[None]:
-        """Call `listener` with the name of each phase that ends in the block."""
+        """Call `listener` with the name of each phase that ends or is interrupted in the block."""
         self._listener = listener
         try:
             yield
@@ -162,20 +167,23 @@ class Phases:
             self._listener = None
 
     def _switch(self, phase: str) -> None:
+        """End the current phase and begin the next one."""
         if self._listener is not None:
             self._listener(self._phase)
         self._phase = phase
         marks = self._segment.marks
+        # On a CPU the clock is called directly, since this runs several times a step.
         marks.append((phase, self.now() if self._on_gpu else self._clock()))
-        if len(marks) > MOST_MARKS:
-            self._segment.add_ended_phases(waits=False)
+        if len(marks) > MAX_MARKS:
+            self._segment.add_ended_phases(synchronize=False)
 
     def pop_segment(self) -> TimelineSegment:
         """Return the segment since the previous call, and begin the next one."""
         ended = self._segment
         self._start_segment()
         ended.marks.append((self._phase, self.began))
-        self._unread = [each for each in (*self._unread, ended) if not each.add_ended_phases(waits=False)]
+        segments = [*self._unread, ended]
+        self._unread = [each for each in segments if not each.add_ended_phases(synchronize=False)]
         return ended
 
     def restart(self) -> None:
@@ -184,25 +192,25 @@ class Phases:
         self._totals = defaultdict(float)
         self._start_segment()
 
-    def totals(self, waits: bool = False) -> Mapping[str, float]:
+    def totals(self, synchronize: bool = False) -> Mapping[str, float]:
         """Return the seconds by phase since the start, up to the point that the device has reached.
 
         Args:
-            waits: Whether to wait for the device, so that nothing is missing.
+            synchronize: Whether to synchronize with the device first, so that no time is missing.
         """
         self._switch(self._phase)
         for each in (*self._unread, self._segment):
-            each.add_ended_phases(waits)
+            each.add_ended_phases(synchronize)
         return self._totals
 
 
 def format_columns(seconds: Mapping[str, float], *, communicates: bool) -> dict[str, float]:
-    """Return the seconds by the names of the rows' columns.
+    """Return the seconds of each column: phases without a column count as another phase.
 
     Args:
         seconds: Seconds by phase.
-        communicates: Whether there are other ranks. If not, there is no column for communication, and its
-            time counts as `other`.
+        communicates: Whether there are other ranks. If there are none, there is no column for communication,
+            and the time of that phase counts as `other`.
     """
     columns = dict.fromkeys(PHASES, 0.0)
     for phase, spent in seconds.items():

@@ -81,12 +81,12 @@ def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProces
             _answer_arrivals(store, 1, attempt=token)
         attempt = store.get(_answer_key(token)).decode()
         job_store = PrefixStore(f"pipeline/{attempt}", store)
-        process = [platform.node(), os.getpid(), machine_id()]
-        job_store.set(f"pipeline/process/{ranks.rank}", json.dumps(process))
+        own_process = [platform.node(), os.getpid(), machine_id()]
+        job_store.set(f"pipeline/process/{ranks.rank}", json.dumps(own_process))
         job_store.compare_set(FAILURE_KEY, "", NO_FAILURE)
         if ranks.is_main_process:
             _wait_for_all(store, job_store, ranks.world_size, token, TimedWait(timeout.total_seconds()))
-        # This waits until every rank has registered.
+        # `multi_get` waits until every rank has registered.
         values = job_store.multi_get([f"pipeline/process/{rank}" for rank in range(ranks.world_size)])
         return job_store, [RankProcess(rank, *json.loads(value)) for rank, value in enumerate(values)]
     except DistError as error:
@@ -133,10 +133,10 @@ def _wait_for_all(store: Store, job_store: Store, world_size: int, attempt: str,
 
 
 def _answer_arrivals(store: Store, world_size: int, attempt: str) -> None:
-    """Answer the ranks that have announced themselves with the token of this attempt.
+    """Send the token of this attempt to each rank that has announced itself. Rank 0 calls this repeatedly.
 
-    Rank 0 calls it repeatedly. In a store that outlives attempts (torchrun's), some tokens may come from an
-    earlier attempt. Nothing reads the answers to these.
+    A store of torchrun outlives attempts, so some ranks may have announced themselves in an earlier attempt.
+    Nothing reads the answers to these.
     """
     for token in read_by_rank(store, "arrived", range(world_size)).values():
         store.compare_set(_answer_key(token.decode()), "", attempt)
@@ -151,7 +151,7 @@ NUMA_NODES_FOLDER = Path("/sys/devices/system/node")
 PCI_DEVICES_FOLDER = Path("/sys/bus/pci/devices")
 CPUS_FOLDER = Path("/sys/devices/system/cpu")
 OPENMP_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""Environment variables with which a user decides on which CPUs OpenMP's threads run."""
+"""Environment variables with which a user chooses the CPUs of OpenMP's threads."""
 
 
 def allowed_cpus() -> set[int]:
@@ -191,31 +191,34 @@ def assign_cores(
 
 
 def find_core_sharers(store: Store, rank_processes: Sequence[RankProcess], rank: int) -> list[int]:
-    """Return the ranks that may use the same cores as this one, including this rank. Collective.
+    """Return the ranks of this machine with the same allowed cores as this one, including it. Collective.
 
-    A rank that Slurm or mpirun gave its own cores is alone in its list: these are not divided again.
+    If Slurm or mpirun gave this rank its own cores, the list has only this rank, and its cores are not
+    divided.
     """
     store.set(f"pipeline/cpus/{rank}", json.dumps(sorted(allowed_cpus())))
     own_machine = rank_processes[rank].machine
     local_ranks = [process.rank for process in rank_processes if process.machine == own_machine]
     values = store.multi_get([f"pipeline/cpus/{other}" for other in local_ranks])
-    allowed = dict(zip(local_ranks, values, strict=True))
-    return [other for other in local_ranks if allowed[other] == allowed[rank]]
+    cpus_by_rank = dict(zip(local_ranks, values, strict=True))
+    return [other for other in local_ranks if cpus_by_rank[other] == cpus_by_rank[rank]]
 
 
 def bind_cores(index: int, count: int) -> None:
-    """Bind every thread of this process to one of `count` parts of the cores that it may use.
+    """Divide the allowed cores among the ranks that share them, and bind this process's threads to its part.
 
-    Does nothing if there are fewer cores than parts.
+    If there are fewer cores than ranks, a rank without a core of its own is not bound.
 
     Args:
-        index: Number of the part, from 0; also the index of this process's GPU if each part has one.
-        count: Number of parts, one for each rank that shares the cores.
+        index: Position of this rank among the ranks that share the cores, from 0. If this machine has as many
+            GPUs as these ranks, this is also the index of the rank's GPU.
+        count: Number of ranks that share the cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
     allowed = os.sched_getaffinity(0)
-    nodes = {node: cpus & allowed for node, cpus in read_numa_nodes().items() if cpus & allowed}
+    nodes = {node: cpus & allowed for node, cpus in read_numa_nodes().items()}
+    nodes = {node: cpus for node, cpus in nodes.items() if cpus}
     own_cpus = choose_cores(
         allowed,
         nodes,
@@ -239,7 +242,7 @@ def choose_cores(
     count: int,
     cpu_to_core: Mapping[int, int],
 ) -> set[int]:
-    """Return the CPUs of one rank: all hyper-threads of its cores. Empty if there are fewer cores than ranks.
+    """Return the CPUs of one rank: all hyper-threads of its cores. Empty if no core is left for the rank.
 
     Ranks whose GPUs belong to the same NUMA node divide that node's cores. If the node of any GPU is unknown,
     all ranks divide all cores, node by node.
@@ -299,9 +302,9 @@ def parse_cpu_list(text: str) -> set[int]:
 
 
 def find_gpu_numa_nodes(count: int) -> list[int | None]:
-    """Return the NUMA node of each of this machine's first `count` GPUs; `None` where it is unknown.
+    """Return the NUMA node of each of the first `count` GPUs that are visible; `None` for an unknown node.
 
-    The list is empty if there are fewer GPUs.
+    The list is empty if fewer GPUs are visible.
     """
     if not torch.cuda.is_available() or torch.cuda.device_count() < count:
         return []
@@ -356,21 +359,23 @@ class Job:
     def run_on_main_rank(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0, and return its result on every rank. Collective.
 
-        A PipelineError that it raises is also raised on every rank; other exceptions, on rank 0 alone.
-
         Args:
             function: Runs on rank 0 only. Its result must be picklable.
+
+        Raises:
+            PipelineError: The function raised it. Every rank raises the same error. Any other exception of
+                the function is raised on rank 0 alone, while the other ranks wait.
         """
-        answer: Any = None
+        outcome: Any = None
         if self.ranks.is_main_process:
             try:
-                answer = function()
+                outcome = function()
             except PipelineError as error:
-                answer = error
-        answer = self.broadcast_object(answer)
-        if isinstance(answer, PipelineError):
-            raise answer
-        result: T = answer
+                outcome = error
+        outcome = self.broadcast_object(outcome)
+        if isinstance(outcome, PipelineError):
+            raise outcome
+        result: T = outcome
         return result
 
     def gather_object(self, value: Any) -> list[Any]:
@@ -393,7 +398,8 @@ class Job:
     def start_all_reduce_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start `all_reduce_sum`, and return a function that waits for the sum and returns it. Collective.
 
-        Do not use the tensor before that. On CUDA the function makes the current stream wait, not the host.
+        Do not use the tensor before this function has returned. On CUDA it makes the current stream wait, not
+        the host.
         """
         if not self.is_distributed:
             return lambda: tensor
@@ -423,9 +429,9 @@ class Job:
             self.watchdog.start()
 
     def claim_failure(self, code: int) -> bool:
-        """Claim the job's failure for this rank, and return whether it is the first rank to fail.
+        """Claim the job's failure for this rank, and return whether this rank is the first to fail.
 
-        The first rank shows its error. The other ranks end because of it.
+        The first rank to fail prints its error. The other ranks end because of that failure.
 
         Args:
             code: Exit code of the job.
@@ -456,7 +462,7 @@ class Job:
     def close(self) -> None:
         """Stop the watchdog and destroy the process group.
 
-        Without this, a finished run can abort at exit.
+        If a process exits without this call, it can abort although its run has finished.
         """
         if self.watchdog is not None:
             self.watchdog.stop()
@@ -473,17 +479,20 @@ def start_job(
     timeout: timedelta = timedelta(minutes=30),
     bind_to_cores: bool | None = False,
 ) -> Job:
-    """Bind this process to its device and join the process group. Collective if `distributed`.
+    """Bind this process to its device, set its CPU threads, and join the process group.
+
+    It is collective if `distributed`. Without a process group the process may use all allowed cores.
 
     Args:
         ranks: Rank and world size of this process.
         distributed: Whether to make a process group.
-        timeout: Timeout of this process group, and of groups made later without a timeout.
-        bind_to_cores: See `assign_cores`.
+        timeout: Timeout of the rendezvous, of this process group, and of groups made later without a timeout.
+        bind_to_cores: Whether to bind the rank to its share of the cores; `None` decides by itself (see
+            `assign_cores`).
 
     Raises:
-        LaunchError: This machine has more ranks than GPUs, two ranks share a GPU, or some ranks did not join
-            in time.
+        LaunchError: The environment of the launcher is wrong, this machine has more ranks than GPUs, two
+            ranks share a GPU, or some ranks did not join in time.
     """
     device = find_device(ranks)
     if device.type == "cuda":
@@ -498,7 +507,7 @@ def start_job(
     if device.type == "cuda":
         check_own_devices(store, rank_processes, ranks.rank, device_id(device))
     assign_cores(store, rank_processes, ranks.rank, bind_to_cores)
-    # DeepSpeed, DDP and device meshes make groups without a timeout; these take torch's defaults.
+    # DeepSpeed, DDP and device meshes make groups without a timeout, and so with torch's default timeouts.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
     # The flight recorder tells the watchdog in which collective a rank waits. It costs some microseconds for
@@ -522,7 +531,7 @@ def allow_tf32(allowed: bool) -> None:
 
 
 def describe_device(device: torch.device) -> Device:
-    """Return the device's type, and which of bf16, fp16 and fp8 it has instructions for."""
+    """Return the device's type, and whether the device has instructions for bf16, fp16 and fp8."""
     if device.type == "cuda":
         # fp8 needs AMD's MI300 (9.4; MI200 is 9.0), or NVIDIA's compute capability 8.9.
         minimum_for_fp8 = (9, 4) if torch.version.hip else (8, 9)

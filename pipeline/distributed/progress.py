@@ -12,13 +12,16 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from pipeline.config.schema import DistributedConfig
 
-Given = ParamSpec("Given")
-Returned = TypeVar("Returned")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 RECENT_STEPS = 50
-MIN_LIMIT_SECONDS = 60.0  # one step that waits for a file system may take this long
-LIMIT_IN_STEPS = 10
-# These activities may take as long as a collective may. They are rare, and step times do not predict them.
-UNMEASURED = ("starting", "resuming", "saving", "ending")
+"""Number of latest steps whose median time predicts the time of a step."""
+LIMIT_IN_MEDIAN_STEPS = 10
+"""Time that a step may take, as a multiple of the median time of recent steps."""
+MIN_LIMIT_SECONDS = 60.0
+"""Lowest limit for a step. A step that waits for a file system may take this long."""
+UNTIMED_ACTIVITIES = ("starting", "resuming", "saving", "ending")
+"""Activities that may take as long as a collective. They are rare, and step times do not predict them."""
 
 
 class Phase(StrEnum):
@@ -39,7 +42,7 @@ class Phase(StrEnum):
 
 LOADING = {Phase.RESUMING, Phase.WEIGHTS, Phase.OPTIMIZER, Phase.MODEL, Phase.DATA}
 """Phases before the first batch is on the device."""
-_PHASE = "pipeline_phase"
+_PHASE_ATTRIBUTE = "pipeline_phase"  # attribute of an exception
 
 
 class tag_errors:
@@ -62,11 +65,11 @@ class tag_errors:
         if error is not None:
             note_phase(error, self._phase)
 
-    def __call__(self, function: Callable[Given, Returned]) -> Callable[Given, Returned]:
-        """Return the function wrapped, so that each call tags its exception."""
+    def __call__(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """Wrap a function, so that an exception that it raises is tagged."""
 
         @functools.wraps(function)
-        def wrapper(*arguments: Given.args, **named: Given.kwargs) -> Returned:
+        def wrapper(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
             try:
                 return function(*arguments, **named)
             except BaseException as error:
@@ -76,18 +79,22 @@ class tag_errors:
         return wrapper
 
 
-def note_phase(error: BaseException, left: Phase) -> None:
-    """Record on an exception the phase that it leaves, unless one is recorded already."""
-    error.__dict__.setdefault(_PHASE, left)
+def note_phase(error: BaseException, phase: Phase) -> None:
+    """Record on an exception the phase in which it was raised, unless a phase is recorded already."""
+    error.__dict__.setdefault(_PHASE_ATTRIBUTE, phase)
 
 
-def find_phase(raised: Sequence[BaseException]) -> Phase | None:
-    """Return the phase that an exception left; `None` if none was recorded.
+def find_phase(errors: Sequence[BaseException]) -> Phase | None:
+    """Return the recorded phase of the first exception that has one; `None` if none has.
 
     Args:
-        raised: The exception, then the exceptions that were raised because of it.
+        errors: An exception, then the exceptions that were raised because of it.
     """
-    return next((each.__dict__[_PHASE] for each in raised if _PHASE in each.__dict__), None)
+    for error in errors:
+        if _PHASE_ATTRIBUTE in error.__dict__:
+            phase: Phase = error.__dict__[_PHASE_ATTRIBUTE]
+            return phase
+    return None
 
 
 class Activity(NamedTuple):
@@ -98,13 +105,13 @@ class Activity(NamedTuple):
     step: int
     """Number of optimizer steps completed."""
     since: float
-    """Start of the activity, in seconds of the clock."""
+    """Start of the activity, in seconds of the clock of Progress."""
 
 
 class Progress:
     """Records the current activity of the training thread.
 
-    `start_activity` writes a few attributes and never waits, so other threads may read `activity`.
+    `start_activity` never waits for another thread. Other threads may read `activity` at any time.
 
     Args:
         clock: Clock that returns seconds.
@@ -115,12 +122,13 @@ class Progress:
         self._finished: set[str] = set()
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self.activity = Activity("starting", 0, clock())
+        """Current activity. Each new activity is a new object."""
 
     def start_activity(self, doing: str, step: int | None = None) -> None:
         """End the previous activity and start the next one.
 
         Args:
-            doing: `step`, `evaluation` (each batch), or one of UNMEASURED.
+            doing: `step`, `evaluation` (one activity for each batch), or one of UNTIMED_ACTIVITIES.
             step: Number of optimizer steps completed; `None` if it has not changed.
         """
         previous = self.activity
@@ -133,14 +141,18 @@ class Progress:
     def limit(self, limits: DistributedConfig) -> float:
         """Return the number of seconds that the current activity may take.
 
-        The first activity of its kind may compile, so it may take as long as a collective: `timeout_seconds`.
+        The first activity of its kind may compile, so its limit is that of a collective.
+
+        Args:
+            limits: Section `distributed` of the recipe: `timeout_seconds` is the limit of a collective, and
+                `hang_seconds` the limit of a step if it is not `None`.
         """
         doing = self.activity.doing
-        if doing in UNMEASURED or doing not in self._finished:
+        if doing in UNTIMED_ACTIVITIES or doing not in self._finished:
             return limits.timeout_seconds
         if limits.hang_seconds is not None:
             return limits.hang_seconds
         recent = list(self._step_seconds)
         if not recent:
             return limits.timeout_seconds
-        return max(MIN_LIMIT_SECONDS, LIMIT_IN_STEPS * median(recent))
+        return max(MIN_LIMIT_SECONDS, LIMIT_IN_MEDIAN_STEPS * median(recent))

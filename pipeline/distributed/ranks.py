@@ -18,10 +18,11 @@ from pipeline.distributed.waiting import find_free_port
 from pipeline.errors import LaunchError
 from pipeline.files import replace_file
 
-ENVIRONMENT_FILE = "PIPELINE_ENVIRONMENT"
-"""Name of the environment variable with which our launch scripts name a file for the ranks they start.
+ENVIRONMENT_FILE_VARIABLE = "PIPELINE_ENVIRONMENT"
+"""Name of the environment variable in which our launch scripts pass the path of a file to their ranks.
 
-The file contains variables and arguments. Each rank writes its exit code into the same folder.
+The file has environment variables and arguments for the ranks. Each rank writes its exit code into the same
+folder.
 """
 
 
@@ -50,48 +51,50 @@ OPEN_MPI_VARIABLES = (
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-"""Variables in which Open MPI gives rank, local rank, world size and local world size."""
+"""Variables in which Open MPI gives rank, local rank, world size and local world size, in this order."""
 OTHER_MPI_VARIABLES = {"MPI_LOCALRANKID", "PALS_LOCAL_RANKID"}
 """Variables that the mpirun of MPICH, Intel or Cray sets. srun sets none of these, but may set PMI_RANK."""
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
 FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
-"""Lowest step id that Slurm reserves, for batch scripts and interactive shells. These are one process."""
+"""Lowest of the step ids that Slurm reserves for batch scripts and interactive shells."""
 LAUNCHER_ADVICE = "correct these variables, or let torchrun, deepspeed, srun or Open MPI's mpirun set them"
-"""Advice against variables that are malformed or contradict each other."""
+"""Advice for variables that are malformed or contradict each other."""
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
     """Return this process's ranks from the variables of torchrun or deepspeed, else of mpirun or srun.
 
-    torchrun and deepspeed set RANK, LOCAL_RANK and WORLD_SIZE. Without any of these variables, the process is
-    a job of one rank. mpirun's take precedence over srun's, because srun may have started mpirun's daemons.
+    torchrun and deepspeed set RANK, LOCAL_RANK and WORLD_SIZE. The variables of mpirun take precedence over
+    those of srun, because srun may have started mpirun's daemons. Without variables of any launcher, the
+    process is a job of one rank.
 
     Raises:
-        LaunchError: Some variables are set and others are missing, a value is not a number, or two values
-            contradict each other.
+        LaunchError: Some variables are set and others are missing, a value is not a number, two values
+            contradict each other, or DS_ACCELERATOR, MASTER_ADDR or MASTER_PORT is wrong.
     """
     check_accelerator_variable(environment)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    given = {name: environment[name] for name in names if name in environment}
-    if not given:
+    variables = {name: environment[name] for name in names if name in environment}
+    if not variables:
         ranks = _read_mpi_or_slurm(environment)
         if ranks.world_size > 1:
             check_master_variables(environment)
         return ranks
     check_master_variables(environment)
-    missing = [name for name in names if name not in given]
+    missing = [name for name in names if name not in variables]
     if missing == ["LOCAL_RANK"] and _is_slurm_task(environment):
         ranks = _read_slurm_task(environment)
-        if (str(ranks.rank), str(ranks.world_size)) == (given["RANK"], given["WORLD_SIZE"]):
+        if (str(ranks.rank), str(ranks.world_size)) == (variables["RANK"], variables["WORLD_SIZE"]):
             return ranks  # the user's script exports SLURM_PROCID and SLURM_NTASKS under these names
     if missing:
-        advice = "start with deepspeed or torchrun, or unset them for one process"
+        set_names = ", ".join(variables)
+        advice = f"start with deepspeed or torchrun, or unset {set_names} for one process"
         if missing == ["LOCAL_RANK"]:
             advice += "; under srun: export LOCAL_RANK=$SLURM_LOCALID in each task"
-        raise LaunchError(f"the environment sets {', '.join(given)} but not {', '.join(missing)}; {advice}")
+        raise LaunchError(f"the environment sets {set_names} but not {', '.join(missing)}; {advice}")
     # The deepspeed launcher sets LOCAL_SIZE instead of LOCAL_WORLD_SIZE.
-    local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or given["WORLD_SIZE"]
-    ranks = _parse_ranks(given | {"LOCAL_WORLD_SIZE": local_size})
+    local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE")
+    ranks = _parse_ranks(variables | {"LOCAL_WORLD_SIZE": local_size or variables["WORLD_SIZE"]})
     if not 1 <= ranks.local_world_size <= ranks.world_size:
         raise LaunchError(
             f"LOCAL_WORLD_SIZE={ranks.local_world_size} ranks on this machine: expected from 1 to "
@@ -109,7 +112,7 @@ def check_accelerator_variable(environment: Mapping[str, str]) -> None:
     """Check that DS_ACCELERATOR, if set, is a type of device that the trainer supports.
 
     Raises:
-        LaunchError: It is neither cpu nor cuda.
+        LaunchError: DS_ACCELERATOR is neither cpu nor cuda.
     """
     accelerator = environment.get("DS_ACCELERATOR", "cpu")
     if accelerator not in ("cpu", "cuda"):
@@ -117,7 +120,7 @@ def check_accelerator_variable(environment: Mapping[str, str]) -> None:
 
 
 def _read_mpi_or_slurm(environment: Mapping[str, str]) -> Ranks:
-    """Return this process's ranks from the variables of mpirun or srun, or those of a job of one rank.
+    """Return this process's ranks from the variables of mpirun or srun; without any, a job of one rank.
 
     Raises:
         LaunchError: Variables are missing or wrong, or an mpirun other than Open MPI's started this process.
@@ -132,7 +135,8 @@ def _read_mpi_or_slurm(environment: Mapping[str, str]) -> Ranks:
         return _parse_ranks({name: environment[name] for name in OPEN_MPI_VARIABLES})
     is_slurm_task = _is_slurm_task(environment)
     is_pmi_task = (environment.get("PMI_RANK", "0"), environment.get("PMI_SIZE", "1")) != ("0", "1")
-    if OTHER_MPI_VARIABLES & environment.keys() or (is_pmi_task and not is_slurm_task):
+    has_other_mpi = bool(OTHER_MPI_VARIABLES & environment.keys())
+    if has_other_mpi or (is_pmi_task and not is_slurm_task):
         raise LaunchError(
             f"PMI_RANK={environment.get('PMI_RANK')}: only Open MPI's mpirun is supported; start with it, "
             "with srun, torchrun or deepspeed, or unset PMI_RANK, PMI_SIZE, "
@@ -144,7 +148,7 @@ def _read_mpi_or_slurm(environment: Mapping[str, str]) -> Ranks:
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one of several tasks.
 
-    A batch script or the shell of an allocation is not such a task.
+    A batch script or the shell of an allocation is one process, and no such task.
     """
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     if not step.isdecimal() or int(step) >= FIRST_RESERVED_SLURM_STEP:
@@ -167,27 +171,29 @@ def _read_slurm_task(environment: Mapping[str, str]) -> Ranks:
         )
     num_tasks = parse_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
     node = environment["SLURM_NODEID"]
-    is_known = node.isdecimal() and int(node) < len(num_tasks)
-    local_size = str(num_tasks[int(node)]) if is_known else "unknown"
-    given = {name: environment[name] for name in names}
-    return _parse_ranks(given | {f"SLURM_STEP_TASKS_PER_NODE[{node}]": local_size})
+    is_node_listed = node.isdecimal() and int(node) < len(num_tasks)
+    local_size = str(num_tasks[int(node)]) if is_node_listed else "unknown"
+    variables = {name: environment[name] for name in names}
+    return _parse_ranks(variables | {f"SLURM_STEP_TASKS_PER_NODE[{node}]": local_size})
 
 
-def _parse_ranks(given: Mapping[str, str]) -> Ranks:
+def _parse_ranks(variables: Mapping[str, str]) -> Ranks:
     """Return the ranks that four variables give.
 
     Args:
-        given: Name -> value of the variables for rank, local rank, world size and local world size, in this
-            order.
+        variables: Name -> value of the variables for rank, local rank, world size and local world size, in
+            this order.
 
     Raises:
         LaunchError: A value is not a whole number, or the rank does not fit the world size.
     """
-    if not all(WHOLE_NUMBER.fullmatch(value.strip()) for value in given.values()):
-        raise LaunchError(f"the environment sets {dict(given)}: expected whole numbers; {LAUNCHER_ADVICE}")
-    rank, local_rank, world_size, local_world_size = (int(value) for value in given.values())
+    if not all(WHOLE_NUMBER.fullmatch(value.strip()) for value in variables.values()):
+        raise LaunchError(
+            f"the environment sets {dict(variables)}: expected whole numbers; {LAUNCHER_ADVICE}"
+        )
+    rank, local_rank, world_size, local_world_size = (int(value) for value in variables.values())
     if not 0 <= rank < world_size:
-        rank_name, _, world_size_name, _ = given
+        rank_name, _, world_size_name, _ = variables
         raise LaunchError(
             f"{rank_name}={rank}: expected at least 0 and less than {world_size_name}={world_size}; "
             f"{LAUNCHER_ADVICE}"
@@ -221,9 +227,9 @@ def is_port(text: str) -> bool:
 
 
 def find_master_address(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the address and port of rank 0, computed from the launcher's environment.
+    """Return the address and port at which rank 0 serves the store, from the launcher's environment.
 
-    Every rank computes the same result, without communication.
+    Every rank computes the same result, without communication. A job of one rank takes a free port.
 
     Raises:
         LaunchError: The environment does not say on which machine rank 0 runs.
@@ -253,15 +259,18 @@ def find_master_address(ranks: Ranks, environment: Mapping[str, str]) -> tuple[s
 def _find_open_mpi_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Return the address of rank 0 and the id of the job; `None` for each that Open MPI does not give.
 
-    The address is mpirun's machine. Rank 0 runs there if the hostfile begins with that machine. Only rank 0
-    can check this, by the daemon that started it.
+    The address is that of mpirun's machine. Rank 0 runs there if the hostfile begins with that machine. Only
+    rank 0 can check this: then the daemon that started it is mpirun itself. If it is not, the address is
+    `None` on rank 0.
     """
     job = environment.get("OMPI_MCA_ess_base_jobid")
-    uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
-    match = re.search(r"tcp://([^,:;]+)", uri)
-    is_elsewhere = ranks.is_main_process and environment.get("OMPI_MCA_orte_local_daemon_uri") != uri
-    address = match[1] if match is not None and not is_elsewhere else None
-    return address, job
+    mpirun_uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    match = re.search(r"tcp://([^,:;]+)", mpirun_uri)
+    daemon_uri = environment.get("OMPI_MCA_orte_local_daemon_uri")
+    is_on_other_machine = ranks.is_main_process and daemon_uri != mpirun_uri
+    if match is None or is_on_other_machine:
+        return None, job
+    return match[1], job
 
 
 def parse_first_host(nodelist: str) -> str:
@@ -279,9 +288,9 @@ def parse_tasks_per_node(text: str) -> list[int]:
 
 
 def complete_launcher_environment(ranks: Ranks) -> None:
-    """Set the variables that torch and DeepSpeed read and the launcher did not set.
+    """Set the environment variables that torch and DeepSpeed read, unless the launcher has set them.
 
-    DeepSpeed would otherwise look for them with mpi4py.
+    If they were missing, DeepSpeed would look for the ranks with mpi4py.
 
     Raises:
         LaunchError: The environment does not say on which machine rank 0 runs, or MASTER_ADDR or MASTER_PORT
@@ -306,12 +315,12 @@ def complete_launcher_environment(ranks: Ranks) -> None:
 
 
 def write_exit_code(rank: int, world_size: int, code: int) -> None:
-    """Write this rank's exit code to a file for our launch scripts.
+    """Write this rank's exit code to a file for our launch scripts, if one of them started this process.
 
-    The scripts do not rely on the exit code of the launcher. Nothing is written if none of them started this
-    process. Only a process's first exit code is written, because later ones are its consequences.
+    The scripts do not rely on the exit code of the launcher. Only the first call of a process writes, because
+    a later exit code is a consequence of the first one.
     """
-    environment_file = os.environ.get(ENVIRONMENT_FILE)
+    environment_file = os.environ.get(ENVIRONMENT_FILE_VARIABLE)
     if environment_file is None:
         return
     record = {"code": code, "world_size": world_size, "pid": os.getpid()}
@@ -326,16 +335,17 @@ def choose_num_threads(num_cores: int, num_sharers: int, environment: Mapping[st
     """Return the number of CPU threads for this rank.
 
     This is OMP_NUM_THREADS if the user set it, else this rank's share of the cores. Two ranks that each use
-    all cores run at half the speed of one. torchrun sets OMP_NUM_THREADS=1 if the user did not set it; that
-    does not count.
+    all cores run at half the speed of one. Under torchrun OMP_NUM_THREADS=1 does not count, because torchrun
+    sets this if the user has set nothing.
 
     Args:
         num_cores: Number of cores that this rank may use.
         num_sharers: Number of ranks that share these cores, including this one.
         environment: Environment of the process.
     """
-    stated = environment.get("OMP_NUM_THREADS", "")
-    is_set_by_torchrun = "TORCHELASTIC_RUN_ID" in environment and stated == "1"
-    if stated.isdigit() and int(stated) > 0 and not is_set_by_torchrun:
-        return int(stated)
+    omp_num_threads = environment.get("OMP_NUM_THREADS", "")
+    is_set_by_torchrun = "TORCHELASTIC_RUN_ID" in environment and omp_num_threads == "1"
+    is_positive = omp_num_threads.isdigit() and int(omp_num_threads) > 0
+    if is_positive and not is_set_by_torchrun:
+        return int(omp_num_threads)
     return max(1, num_cores // num_sharers)

@@ -1,10 +1,11 @@
 """Handles stop signals before a run can save, and stops a rank whose launcher has ended.
 
-A launcher that is asked to stop ends its ranks, but one that is killed cannot. A rank whose launcher has
-ended sends SIGTERM to itself. It then saves a checkpoint and exits, instead of training on unnoticed. The
-module also decides whether a rank reports its own exit.
+A launcher that is asked to stop ends its ranks, but a launcher that is killed cannot. A rank whose launcher
+has ended sends SIGTERM to itself. It then saves a checkpoint and exits, instead of training on unnoticed. The
+module also decides whether a rank prints why it exits.
 
-Imports no torch: signals must be handled while torch is imported, in the first seconds of a process.
+The module imports no torch, because it must handle signals while torch is imported, in the first seconds of a
+process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from types import FrameType
 
 import psutil
 
-from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI_VARIABLES, Ranks
+from pipeline.distributed.ranks import ENVIRONMENT_FILE_VARIABLE, OPEN_MPI_VARIABLES, Ranks
 from pipeline.errors import Terminated
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -32,17 +33,21 @@ STDOUT = 1
 """File descriptor of the standard output."""
 STDERR = 2
 """File descriptor of the standard error output."""
-LAUNCHER_PERIOD = 1.0
+LAUNCHER_CHECK_SECONDS = 1.0
 """Seconds between two checks whether the launcher is alive."""
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def raise_on_stop_signals() -> Iterator[None]:
-    """Make stop signals raise Terminated inside the `with` block.
+    """Make STOP_SIGNALS raise Terminated inside the `with` block.
 
-    By default they would end the process without a message. A signal that is ignored (SIGHUP under nohup) or
-    has another handler is not changed. Outside the main thread nothing is changed: Python allows no handlers.
+    By default these signals end the process without a message. A signal that is ignored (SIGHUP under nohup)
+    or has another handler is not changed. Outside the main thread this does nothing, since Python allows no
+    handlers there.
+
+    Raises:
+        Terminated: A stop signal arrived.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     handled = [
@@ -75,7 +80,7 @@ def ignore_stop_signals() -> None:
 def detach_closed_terminal() -> None:
     """Redirect stdout and stderr to /dev/null if their terminal (a closed ssh) or reader (`| tee`) is gone.
 
-    Otherwise the next print would raise an error, before the run can be saved.
+    If the terminal or reader is gone, the next print would raise an error before the run can save.
     """
     for stream in (STDOUT, STDERR):
         poller = select.poll()
@@ -94,7 +99,7 @@ def reports_own_exit(is_only_reporter: bool) -> bool:
         is_only_reporter: Whether no other rank of this machine prints anything.
     """
     # Our launch scripts, srun and mpirun show the output of all ranks on one console. One report is enough.
-    if any(name in os.environ for name in (ENVIRONMENT_FILE, "SLURM_PROCID", OPEN_MPI_VARIABLES[0])):
+    if any(name in os.environ for name in (ENVIRONMENT_FILE_VARIABLE, "SLURM_PROCID", OPEN_MPI_VARIABLES[0])):
         return False
     return is_only_reporter or _has_own_stderr()
 
@@ -109,15 +114,16 @@ def _has_own_stderr() -> bool:
     return (own_file.st_dev, own_file.st_ino) != (launcher_file.st_dev, launcher_file.st_ino)
 
 
-def stop_with_launcher(ranks: Ranks, period: float = LAUNCHER_PERIOD) -> None:
-    """Watch the launcher's processes above this one on a thread; when one ends, send SIGTERM to this process.
+def stop_with_launcher(ranks: Ranks, check_seconds: float = LAUNCHER_CHECK_SECONDS) -> None:
+    """Start a thread that sends SIGTERM to this process when its launcher ends.
 
-    The deepspeed launcher has two processes above a rank: launch.py, and `deepspeed`, which started it. Any
-    other launcher is the parent of its ranks. Does nothing if no launcher started this process.
+    The deepspeed launcher consists of two processes, and the thread watches both: launch.py is the parent of
+    a rank, and `deepspeed` is the parent of launch.py. Any other launcher is itself the parent of its ranks.
+    Does nothing if no launcher started this process.
 
     Args:
         ranks: Rank and world size of this process.
-        period: Seconds between two checks.
+        check_seconds: Seconds between two checks.
     """
     # srun and mpirun do not set LOCAL_RANK, but their jobs have several ranks.
     if "LOCAL_RANK" not in os.environ and ranks.world_size == 1:
@@ -126,16 +132,22 @@ def stop_with_launcher(ranks: Ranks, period: float = LAUNCHER_PERIOD) -> None:
     grandparent = None
     if "deepspeed.launcher.launch" in _read_command_line(parent):
         grandparent = _find_parent(parent)
-        # Without `deepspeed`, the process above is a shell. The user may want launch.py to outlive it.
+        # If no `deepspeed` started launch.py, a shell did. The user may want launch.py to outlive that shell.
         if grandparent is not None:
             command_line = _read_command_line(grandparent)
             if not any(word.endswith("deepspeed") for word in command_line[:3]):
                 grandparent = None
 
+    def has_grandparent() -> bool:
+        if grandparent is None:
+            return True  # it is not watched
+        current = _find_parent(parent)
+        # The result is `None` if this process has no free file descriptor, which is no reason to stop.
+        return current is None or current == grandparent
+
     def watch() -> None:
-        # `_find_parent` returns None if this process has no free file descriptor. That is no reason to stop.
-        while os.getppid() == parent and (grandparent is None or _find_parent(parent) in (grandparent, None)):
-            time.sleep(period)
+        while os.getppid() == parent and has_grandparent():
+            time.sleep(check_seconds)
         name = f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()})"
         message = f"{name}: its launcher has ended, so this rank stops"
         detach_closed_terminal()
@@ -151,7 +163,7 @@ def _find_parent(pid: int) -> int | None:
     """Return the process id of the parent of a process; `None` if it cannot be read."""
     try:
         return psutil.Process(pid).ppid()
-    except (psutil.Error, OSError):  # it has ended, or cannot be read now
+    except (psutil.Error, OSError):  # the process has ended, or cannot be read now
         return None
 
 

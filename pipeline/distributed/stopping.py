@@ -1,8 +1,8 @@
 """Stops a run on a signal: the run finishes its step, saves a checkpoint and exits.
 
-A signal sets a flag on one rank. The flags are summed over all ranks together with the token count, so every
-rank acts on them at the same step. On CUDA the sum is read two steps later, so that the host never waits for
-the device.
+A signal sets a flag on one rank. Other requests, such as one for a checkpoint, have flags too. The flags are
+summed over all ranks together with the token count, so every rank acts on them at the same step. On CUDA the
+sum is read two steps later, so that the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 SAVE_FLAG = 1
 """Request of any rank for a checkpoint."""
 STOP_FLAG = 1 << 20
-"""Request of any rank to stop. In fp64, sums of both requests over up to a million ranks stay apart."""
+"""Request of any rank to stop. Up to a million ranks, sums of SAVE_FLAG and STOP_FLAG do not mix in fp64."""
 EVALUATE_FLAG = 1 << 40
 """Request of rank 0 for an evaluation."""
 END_FLAG = 1 << 41
@@ -34,17 +34,18 @@ END_FLAG = 1 << 41
 class StopOnSignal:
     """Requests a stop at the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP, while it is used as a context manager.
 
-    A SIGINT after that raises KeyboardInterrupt, which ends the process. Slurm sends SIGUSR1 before a time
-    limit or a preemption if the job asks for it (`--signal=USR1@120`). A closed terminal sends SIGHUP. If
-    SIGHUP was ignored before (nohup), it stays ignored.
+    A SIGINT after the first signal raises KeyboardInterrupt, which ends the process. Slurm sends SIGUSR1
+    before a time limit or a preemption if the job asks for it (`--signal=USR1@120`). A closed terminal sends
+    SIGHUP. If SIGHUP was ignored before (nohup), it stays ignored.
     """
 
     SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
+    """Signals that request a stop."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
         """Number of the first signal; `None` before it."""
-        self.came_at: float | None = None
+        self.signal_time: float | None = None
         """Time of the first signal by time.monotonic(); `None` before it."""
         self._previous_handlers: dict[int, Any] = {}
 
@@ -61,24 +62,25 @@ class StopOnSignal:
 
     def __exit__(self, *raised: object) -> None:
         for number, handler in self._previous_handlers.items():
-            # Code that ends the process may have set a handler since then, which stays.
+            # Code that ends the process may have set another handler since `__enter__`. Leave that one.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Record the first signal; at a later SIGINT raise KeyboardInterrupt."""
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         detach_closed_terminal()
-        # The terminal sends Ctrl-C to every process, and a launcher forwards it, so it may come twice.
+        # A launcher may forward a signal that this process received too, so another signal changes nothing.
         if not self.requested:
             self.signal_number = number
-            self.came_at = time.monotonic()
+            self.signal_time = time.monotonic()
             name = signal.Signals(number).name
             log.info("received %s: the run saves a checkpoint after this step and stops", name)
 
 
 class Flags(NamedTuple):
-    """Requests that all ranks have received, whichever rank made them."""
+    """Requests that every rank acts on, whichever rank made them."""
 
     save: bool = False
     """Whether to save a checkpoint."""
@@ -87,14 +89,15 @@ class Flags(NamedTuple):
     evaluate: bool = False
     """Whether to evaluate."""
     end: bool = False
-    """Whether a callback ends the run, in the same way as the last step would."""
+    """Whether to end the run in the same way as after its last step, because a callback asks for it."""
 
     def __or__(self, other: Flags) -> Flags:
-        return Flags(*(ours or theirs for ours, theirs in zip(self, other, strict=True)))
+        """Return the requests that are in either of the two."""
+        return Flags(*(first or second for first, second in zip(self, other, strict=True)))
 
 
 class FlagReader:
-    """Reads the summed flags of all ranks, which are equal on every rank, without waiting for the device.
+    """Reads the summed flags of all ranks without waiting for the device. Every rank gets the same result.
 
     On CUDA the flags of a step are read two steps later, when the device has long finished copying them.
 
@@ -104,30 +107,32 @@ class FlagReader:
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
-        self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def read(self, flags: Tensor) -> Flags:
-        """Record the summed flags of the step just launched, and return the newest that every rank can read.
+        """Record the summed flags of a step, and return those that are to be acted on now.
+
+        On a CPU these are the flags of the same step; on CUDA, those of two steps before (none at first).
 
         Args:
             flags: Sum of SAVE_FLAG, STOP_FLAG, EVALUATE_FLAG and END_FLAG over all ranks, a scalar.
         """
         if not self._on_gpu:
             return _decode_flags(flags)
-        host = torch.empty((), dtype=flags.dtype, pin_memory=True)
-        host.copy_(flags, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending.append((host, event))
+        host_flags = torch.empty((), dtype=flags.dtype, pin_memory=True)
+        host_flags.copy_(flags, non_blocking=True)
+        is_copied = torch.cuda.Event()
+        is_copied.record()
+        self._pending.append((host_flags, is_copied))
         if len(self._pending) <= 2:
             return Flags()
-        oldest, arrived = self._pending.popleft()
-        assert arrived is not None
-        arrived.synchronize()
-        return _decode_flags(oldest)
+        oldest_flags, oldest_is_copied = self._pending.popleft()
+        oldest_is_copied.synchronize()
+        return _decode_flags(oldest_flags)
 
 
 def _decode_flags(flags: Tensor) -> Flags:
+    """Return the requests in a sum of flags. Each flag is a digit of the sum."""
     rank_0_requests, counts = divmod(int(flags), EVALUATE_FLAG)
     num_stops, num_saves = divmod(counts, STOP_FLAG)
     return Flags(

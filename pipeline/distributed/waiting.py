@@ -15,7 +15,7 @@ from pipeline.config.command_lines import format_pipeline_command
 from pipeline.errors import LaunchError
 
 SECONDS_BEFORE_FIRST_REPORT = 30.0
-"""Seconds of waiting before the first report. With a short limit, a quarter of the limit."""
+"""Seconds of waiting before the first report, if that is less than a quarter of the time limit."""
 DOCTOR_COMMAND = format_pipeline_command("doctor", "--hostfile", "HOSTFILE")
 """Command line that checks the connections between machines, for messages."""
 
@@ -23,16 +23,18 @@ DOCTOR_COMMAND = format_pipeline_command("doctor", "--hostfile", "HOSTFILE")
 class TimedWait:
     """Waits in small steps up to a time limit, and prints what is missing at intervals that double.
 
+    The caller loops: it checks its condition, and calls the object while the condition does not hold.
+
     Args:
-        seconds: Limit of the whole wait, from now on.
+        seconds: Limit of the whole wait, from the creation of this object.
         setting: Name of the setting or option that gives the limit, for the error.
     """
 
     def __init__(self, seconds: float, setting: str = "distributed.timeout_seconds"):
         self._began = time.monotonic()
-        self._seconds = seconds
+        self._limit_seconds = seconds
         self._setting = setting
-        self._next_report = min(SECONDS_BEFORE_FIRST_REPORT, seconds / 4)
+        self._next_report_seconds = min(SECONDS_BEFORE_FIRST_REPORT, seconds / 4)
 
     def __call__(self, problem: str, advice: str, print_progress: bool = True) -> None:
         """Wait 0.05 s, and print the problem if a report is due.
@@ -46,12 +48,12 @@ class TimedWait:
             LaunchError: The limit has passed.
         """
         waited = time.monotonic() - self._began
-        if waited > self._seconds:
+        if waited > self._limit_seconds:
             raise LaunchError(f"{problem} after {waited:.0f} s ({self._setting}); {advice}")
-        if waited > self._next_report and print_progress:
-            print(f"waiting: {problem} after {waited:.0f} s", file=sys.stderr, flush=True)
-        if waited > self._next_report:
-            self._next_report *= 2
+        if waited > self._next_report_seconds:
+            self._next_report_seconds *= 2
+            if print_progress:
+                print(f"waiting: {problem} after {waited:.0f} s", file=sys.stderr, flush=True)
         time.sleep(0.05)
 
 
@@ -68,10 +70,11 @@ def wait_for_port(
     Args:
         host: Name or address to connect to.
         port: Port to connect to.
-        problem: Message while nothing listens: which machine or rank does not reach which other.
+        problem: Sentence for the time in which nothing listens: which machine or rank does not reach which.
         wait: Limits the wait and prints progress.
         print_progress: Whether to print progress.
-        is_own_host: Returns whether the name is now one of this machine's. Then the wait ends.
+        is_own_host: Function that returns whether `host` is this machine. It is called before each attempt,
+            since the address of a name can change.
 
     Raises:
         LaunchError: Nothing listened within the limit, or the name could not be resolved.
@@ -87,7 +90,7 @@ def wait_for_port(
 
 
 def find_own_address(host: str) -> str | None:
-    """Return the first address of a host name that belongs to this machine; `None` if none does."""
+    """Return the first of a host name's addresses that belongs to this machine; `None` if none does."""
     try:
         candidates = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # the name cannot be resolved
@@ -100,7 +103,7 @@ def find_own_address(host: str) -> str | None:
 
 
 def find_free_port(host: str = "") -> int:
-    """Return a TCP port of this machine that no process uses.
+    """Return a TCP port of this machine that no process uses now. Another process may take it at any time.
 
     Args:
         host: Address of this machine on which the port must be free; empty for all addresses.

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from pipeline.distributed.phases import (
-    ASIDE,
-    NO_STEP,
+    OTHER_OUTSIDE_STEPS,
+    PHASES_OUTSIDE_STEPS,
     Moment,
     Phases,
     TimelineSegment,
@@ -242,7 +242,9 @@ class WallTime:
         """Return the seconds of the run and of its steps, for a checkpoint."""
         process = self._clock() - self.start_time
         totals = self.phases.totals()
-        training = process - self._startup_seconds - sum(totals.get(phase, 0.0) for phase in NO_STEP)
+        training = (
+            process - self._startup_seconds - sum(totals.get(phase, 0.0) for phase in PHASES_OUTSIDE_STEPS)
+        )
         return {
             "elapsed_seconds": self._earlier.elapsed_seconds + process,
             "training_seconds": self._earlier.training_seconds + max(0.0, training),
@@ -253,7 +255,7 @@ class WallTime:
 
         Waits for the device.
         """
-        phases = format_columns(self.phases.totals(waits=True), communicates=self._communicates)
+        phases = format_columns(self.phases.totals(synchronize=True), communicates=self._communicates)
         process = max(1e-9, self._clock() - self.start_time)
         row = self.elapsed_columns()
         fields = {"startup_seconds": self._startup_seconds}
@@ -315,7 +317,7 @@ class RowInterval:
 
 def sum_step_seconds(spent: Mapping[str, float]) -> float:
     """Return the seconds of training steps, given the seconds by phase; at least 1 ns, to divide by."""
-    return max(1e-9, sum(seconds for phase, seconds in spent.items() if phase not in NO_STEP))
+    return max(1e-9, sum(seconds for phase, seconds in spent.items() if phase not in PHASES_OUTSIDE_STEPS))
 
 
 PROC_STATUS = Path("/proc/self/status")
@@ -485,7 +487,7 @@ class Meters:
         """Start the run, before its first step or evaluation. The time until now counts as startup."""
         self._wall.begin()
 
-    def exclude_from_step_time(self, phase: str = ASIDE) -> AbstractContextManager[None]:
+    def exclude_from_step_time(self, phase: str = OTHER_OUTSIDE_STEPS) -> AbstractContextManager[None]:
         """Return a context manager whose time is not part of a step.
 
         Args:

@@ -105,8 +105,8 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
     if webhook_variable is not None:
         declare_secret_variable(webhook_variable)
     log_to_console(ranks, settings.config.log.console)
-    raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
-    choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed chooses one by itself
+    raise_open_files_limit(ranks.world_size, warn=ranks.is_main_process)
+    choose_accelerator(warn=ranks.is_main_process)  # before DeepSpeed chooses one by itself
     if deepspeed is not None:
         require_deepspeed()
         from pipeline.engine.deepspeed_patches import check_with_deepspeed

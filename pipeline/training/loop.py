@@ -312,9 +312,9 @@ class TrainLoop:
     def grace_left(self) -> float:
         """Return the seconds left until the kill after a signal to stop; infinite without a limit."""
         grace = self._schedule.grace_seconds
-        if grace is None or self._stop.came_at is None:
+        if grace is None or self._stop.signal_time is None:
             return math.inf
-        return grace - (time.monotonic() - self._stop.came_at)
+        return grace - (time.monotonic() - self._stop.signal_time)
 
     def step(self) -> Step | None:
         """Make one optimizer step, with the log row, the evaluation and the checkpoint that are due.

@@ -35,7 +35,7 @@ from pipeline.data.loader import TrainLoader
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.machine import available_memory, read_memory_usage
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.watchdog import is_from_peers
+from pipeline.distributed.watchdog import may_be_from_peer
 from pipeline.engine.interface import Engine, StepLimits
 from pipeline.engine.memory import trim_heap
 from pipeline.errors import ConfigError, Terminated
@@ -483,7 +483,7 @@ class MicroBatchSearch:
                     size,
                     cache.file,
                 )
-            elif not is_by_launcher and not is_from_peers(error):
+            elif not is_by_launcher and not may_be_from_peer(error):
                 cache.failed = failed_before
                 self._write_cache()
             raise

@@ -20,7 +20,7 @@ from pipeline.checkpoint.catalog import list_published_folders
 from pipeline.config.settings import Settings
 from pipeline.distributed.ranks import Ranks, write_exit_code
 from pipeline.distributed.signals import STDOUT, ignore_stop_signals, reports_own_exit
-from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
+from pipeline.distributed.watchdog import MAX_SHUTDOWN_SECONDS, may_be_from_peer
 from pipeline.errors import (
     INTERRUPTS,
     NO_FURTHER_CHECKPOINT,
@@ -91,7 +91,7 @@ def _train(settings: Settings, context: JobContext) -> int:
     job = context.job
     sample = None
     if job.watchdog is not None:
-        job.watchdog.before_leaving(partial(_write_report, context))
+        job.watchdog.set_last_work(partial(_write_report, context))
     with Run(settings, context) as run:
         try:
             run.train()
@@ -177,8 +177,8 @@ def _end_with_failure(
         ignore_stop_signals()
     logging.getLogger("pipeline.failure").error("%s", message)
     if watchdog is not None and error is not None:
-        may_be_from_peer = isinstance(error, Terminated) or is_from_peers(error)
-        if may_be_from_peer:
+        is_from_peer = isinstance(error, Terminated) or may_be_from_peer(error)
+        if is_from_peer:
             watchdog.exit_if_peer_failed(error)  # does not return if another rank caused the failure
     if job is not None:
         shows_failure = job.claim_failure(code)
@@ -188,7 +188,7 @@ def _end_with_failure(
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
         print(prefix + escape_unprintable(message.rstrip()), file=sys.stderr, flush=True)
         if watchdog is not None and not ranks.is_main_process:  # rank 0's trackers report its own failure
-            watchdog.tell(prefix + message.strip().rpartition("\n")[2])
+            watchdog.notify(prefix + message.strip().rpartition("\n")[2])
     if context is not None and ranks.is_main_process:
         _write_report(context)  # after the message, which does not have to wait for the report
     if ranks.world_size > 1 or code == DeviceFailedError.exit_code:
@@ -196,7 +196,7 @@ def _end_with_failure(
         # to finish. `_exit` skips the process group's destructor, which would wait for peers, and CUDA's,
         # which abort after a device failure with an exit code of their own.
         if not shows_failure:
-            time.sleep(3 if watchdog is None else LONGEST_END)  # the watchdog exits with the job's code
+            time.sleep(3 if watchdog is None else MAX_SHUTDOWN_SECONDS)  # the watchdog exits with the job's code
             if reports_own_exit(ranks.local_rank == 0):
                 print(
                     f"{_format_rank(ranks)}: exits with code {code}, because the job failed on another rank",

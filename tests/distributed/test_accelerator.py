@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from pipeline.distributed import accelerator
 from pipeline.distributed.accelerator import (
     check_own_devices,
-    choose_allocation,
+    configure_allocator,
     device_index,
     find_device,
 )
@@ -46,8 +46,8 @@ def test_deepspeed_computes_on_what_was_chosen():
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_segments_grow_unless_the_user_chose(name):
     chosen, untouched = {}, {name: "max_split_size_mb:64"}
-    choose_allocation(chosen)
-    choose_allocation(untouched)
+    configure_allocator(chosen)
+    configure_allocator(untouched)
     assert chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert untouched == {name: "max_split_size_mb:64"}
 
@@ -63,7 +63,7 @@ def test_a_rank_takes_the_device_of_its_number_or_the_only_one(local_rank, visib
 @pytest.mark.parametrize(
     ("visible", "said"),
     [
-        (0, r"DS_ACCELERATOR=cuda, but torch .* sees no GPU \(CUDA_VISIBLE_DEVICES=unset\); unset DS"),
+        (0, r"DS_ACCELERATOR=cuda, but torch .* sees no GPU \(CUDA_VISIBLE_DEVICES is unset\); unset DS"),
         (2, r"local rank 3 has no GPU: 4 ranks .* and 2 GPUs are visible .*; start as many ranks as GPUs"),
     ],
 )
@@ -116,5 +116,5 @@ def test_a_gpu_that_torch_leaves_idle_is_told_once(monkeypatch):
     monkeypatch.setattr(accelerator, "explain_idle_gpu", lambda *_: "this torch is a CPU build")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     with capture_logs() as lines:
-        assert [accelerator.choose_accelerator(tells=True) for _ in range(2)] == ["cpu", "cpu"]
+        assert [accelerator.choose_accelerator(warn=True) for _ in range(2)] == ["cpu", "cpu"]
     assert lines == ["computing on the CPU although this machine has a GPU: this torch is a CPU build"]

@@ -32,7 +32,7 @@ def busy(rank, step=41, doing="step", place="my_model.py:88 in forward (time.sle
 
 
 def lost(rank, state=None, **changes):
-    fields = {"silent": 1.2, "step": 40, "memory": MemoryUsage(2 * GIB, 3 * GIB, 16 * GIB, True, 0)}
+    fields = {"silent_seconds": 1.2, "step": 40, "memory": MemoryUsage(2 * GIB, 3 * GIB, 16 * GIB, True, 0)}
     return LostRank(who(rank), state=state, **fields | changes)
 
 
@@ -71,7 +71,7 @@ ODD = {"collective": "broadcast", "place": "other.py:7 in g"}
         ),
         (
             [waits(0), waits(2)],
-            [lost(1, "stopped", silent=3.1)],
+            [lost(1, "stopped", silent_seconds=3.1)],
             "rank 1 on node1 (pid 701) is stopped: last heartbeat 3.1 s ago at",
             f"; ranks 0, 2 wait in all_reduce (step 41, {LINE})",
         ),
@@ -96,7 +96,7 @@ HEARD = "last heartbeat 1.2 s ago at step 40; "
     [
         ("gone", {}, f"is gone: {HEARD}it used 2.00 GiB, and 3.00 GiB of the 16.00 GiB its cgroup allows"),
         ("stopped", {}, f"is stopped: {HEARD}it received SIGSTOP"),
-        ("there", {}, f"sends no heartbeat: {HEARD}its process is alive but runs no Python"),
+        ("alive", {}, f"sends no heartbeat: {HEARD}its process is alive but runs no Python"),
         (None, {}, f"sends no heartbeat: {HEARD}its process, its machine or the"),
         ("gone", {"num_kills": 1}, ": killed for memory (exit code -9); lower batch.micro_batch_size"),
         (

@@ -8,9 +8,9 @@ from pipeline.distributed.machine import (
     AMD,
     NVIDIA,
     TorchBuild,
-    count_cards,
+    count_installed_gpus,
     explain_idle_gpu,
-    find_missing_driver,
+    find_required_driver,
 )
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (x)\n"
@@ -43,7 +43,7 @@ WSL = {
     ],
 )
 def test_a_driver_that_is_too_old_for_a_cuda(driver, cuda, oldest):
-    assert find_missing_driver(driver, cuda) == oldest
+    assert find_required_driver(driver, cuda) == oldest
 
 
 def test_cards_on_the_bus(tmp_path):
@@ -51,7 +51,7 @@ def test_cards_on_the_bus(tmp_path):
     for name, (kind, vendor) in kinds.items():
         folder = f"sys/bus/pci/devices/{name}"
         system(tmp_path, {f"{folder}/class": f"{kind}\n", f"{folder}/vendor": f"{vendor}\n"})
-    assert (count_cards(NVIDIA, tmp_path), count_cards(AMD, tmp_path)) == (1, 1)
+    assert (count_installed_gpus(NVIDIA, tmp_path), count_installed_gpus(AMD, tmp_path)) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from pipeline.distributed.watchdog import (
     Heartbeats,
     Shutdown,
     WatchdogStore,
-    is_from_peers,
+    may_be_from_peer,
 )
 from pipeline.training.run_directory import open_run_directory
 
@@ -44,7 +44,7 @@ from pipeline.training.run_directory import open_run_directory
     ids=str,
 )
 def test_errors_that_other_ranks_may_have_caused(error, may_be):
-    assert is_from_peers(error) is may_be
+    assert may_be_from_peer(error) is may_be
 
 
 def test_the_watchdogs_settings_make_no_other_run(tmp_path):
@@ -77,19 +77,19 @@ def test_silence_counts_from_the_last_change():
     watched = heartbeats()
     for count in (1, 2, 2, 2):
         watched.update([0, 1], {1: heartbeat(count)}, 4.0)
-    assert watched.lost(8.0, [0, 1]) == []
-    assert ranks(watched.lost(7.9, [0, 1])) == [1]
-    (lost,) = watched.lost(7.9, [1])
-    assert (lost.silent, lost.step, lost.memory, lost.state) == (8.0, 7, MEMORY, None)
+    assert watched.find_lost(8.0, [0, 1]) == []
+    assert ranks(watched.find_lost(7.9, [0, 1])) == [1]
+    (lost,) = watched.find_lost(7.9, [1])
+    assert (lost.silent_seconds, lost.step, lost.memory, lost.state) == (8.0, 7, MEMORY, None)
     watched.update([0, 1], {1: heartbeat(3)}, 4.0)
-    assert watched.lost(0.0, [1]) == []
+    assert watched.find_lost(0.0, [1]) == []
 
 
 def test_a_rank_that_is_not_watched_does_not_grow_silent():
     watched = heartbeats()
     watched.update([1], {1: heartbeat(1)}, 1.0)
     watched.update([0], {}, 100.0)
-    assert watched.lost(0.0, [1]) == []
+    assert watched.find_lost(0.0, [1]) == []
 
 
 def test_a_process_that_is_gone_is_seen_before_its_silence():
@@ -97,13 +97,13 @@ def test_a_process_that_is_gone_is_seen_before_its_silence():
     watched = heartbeats(process.pid, "here")
     watched.update([1], {1: heartbeat(1)}, 1.0)
     watched.check_processes()
-    assert watched.lost(15.0, [1]) == []
+    assert watched.find_lost(15.0, [1]) == []
     process.kill()
     process.wait()
     watched.check_processes()
-    assert watched.lost(15.0, [1]) == []  # once may be the moment in which it ends as it should
+    assert watched.find_lost(15.0, [1]) == []  # once may be the moment in which it ends as it should
     watched.check_processes()
-    (lost,) = watched.lost(15.0, [1])
+    (lost,) = watched.find_lost(15.0, [1])
     assert (lost.state, lost.num_kills) == ("gone", count_kills() - MEMORY.num_kills)
 
 

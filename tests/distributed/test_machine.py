@@ -27,7 +27,7 @@ def test_a_process_is_looked_at(stopped):
     if stopped:
         process.send_signal(19)
         os.waitpid(process.pid, os.WUNTRACED)
-    assert process_state(process.pid) == ("stopped" if stopped else "there")
+    assert process_state(process.pid) == ("stopped" if stopped else "alive")
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert process_state(process.pid) == "gone"  # not reaped yet

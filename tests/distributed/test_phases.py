@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.fake_clock import FakeClock, FakeGpu
 
-from pipeline.distributed.phases import ASIDE, MOST_MARKS, PHASES, Phases, format_columns
+from pipeline.distributed.phases import MAX_MARKS, OTHER_OUTSIDE_STEPS, PHASES, Phases, format_columns
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -69,7 +69,7 @@ def test_whatever_happens_they_add_up():
 
 def test_every_column_is_there_and_communication_where_there_are_ranks():
     told = format_columns(
-        {"routing": 1.0, "forward": 2.0, ASIDE: 4.0, "communication": 8.0}, communicates=True
+        {"routing": 1.0, "forward": 2.0, OTHER_OUTSIDE_STEPS: 4.0, "communication": 8.0}, communicates=True
     )
     assert list(told) == list(PHASES)
     assert (told["forward"], told["other"], told["communication"]) == (3.0, 4.0, 8.0)
@@ -99,7 +99,7 @@ def test_on_a_gpu_it_is_the_device_s_time_and_nothing_waits_until_it_is_read(gpu
     assert (gpu.num_waits, gpu.now) == (0, 0)
     assert taken.seconds() == {"other": 2, "forward": 6, "backward": 10}
     assert gpu.now == 18
-    assert phases.totals(waits=True)["other"] == 102
+    assert phases.totals(synchronize=True)["other"] == 102
 
 
 def test_marks_do_not_pile_up_between_two_rows(gpu):
@@ -111,13 +111,13 @@ def test_marks_do_not_pile_up_between_two_rows(gpu):
             with phases.measure("forward"):
                 gpu.queued_until += 1
 
-    steps(MOST_MARKS)
-    assert len(phases._segment.marks) > 2 * MOST_MARKS - 2
+    steps(MAX_MARKS)
+    assert len(phases._segment.marks) > 2 * MAX_MARKS - 2
     gpu.now = gpu.queued_until
-    steps(MOST_MARKS)
-    assert len(phases._segment.marks) <= 2 * MOST_MARKS + 2
+    steps(MAX_MARKS)
+    assert len(phases._segment.marks) <= 2 * MAX_MARKS + 2
     gpu.now = gpu.queued_until
     steps(1)
     assert len(phases._segment.marks) < 8
     assert gpu.num_waits == 0
-    assert phases.pop_segment().seconds()["forward"] == 2 * MOST_MARKS + 1
+    assert phases.pop_segment().seconds()["forward"] == 2 * MAX_MARKS + 1

@@ -180,7 +180,7 @@ def stop(number, frame):
     raise SystemExit
 
 signal.signal(signal.SIGTERM, stop)
-stop_with_launcher(Ranks(0, 0, 1, 1), period=0.02)
+stop_with_launcher(Ranks(0, 0, 1, 1), check_seconds=0.02)
 print("watching", flush=True)
 time.sleep({seconds})
 """

@@ -13,7 +13,7 @@ from support.metrics_rows import read_rows, read_time_events
 from support.tiny import MaskedTokens, recipe, resolve, token_bundle
 
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.distributed.phases import NO_STEP, PHASES, Phases
+from pipeline.distributed.phases import PHASES, PHASES_OUTSIDE_STEPS, Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.metrics import PriorUsage, WallTime
@@ -138,7 +138,7 @@ def test_rows_and_the_last_line_have_all_of_the_time(tmp_path):
     assert 0 < end["startup_seconds"] < end["first_step_seconds"] < end["elapsed_seconds"]
     assert end["other_seconds"] < 0.5 * end["elapsed_seconds"]  # with a model that is next to nothing
     for row in rows.values():
-        steps = sum(row[f"time/{phase}_seconds"] for phase in NAMES if phase not in NO_STEP)
+        steps = sum(row[f"time/{phase}_seconds"] for phase in NAMES if phase not in PHASES_OUTSIDE_STEPS)
         number = 1 if row["step"] < 3 else 2
         assert row["perf/step_time_seconds"] == pytest.approx(steps / number)
     for phase in ("data", "forward", "backward", "optimizer"):
@@ -235,7 +235,7 @@ def test_steps_that_are_made_again_are_lost_and_all_else_goes_on(tmp_path):
     assert elapsed[4] > dead[7]["perf/elapsed_seconds"]
     (end,) = read_time_events(tmp_path)
     # What counts is in the rows that have stayed.
-    steps = [phase for phase in NAMES if phase not in NO_STEP]
+    steps = [phase for phase in NAMES if phase not in PHASES_OUTSIDE_STEPS]
     counted = sum(sum(column(rows, phase)) for phase in steps)
     assert end["goodput"] * end["elapsed_seconds"] == pytest.approx(counted, rel=0.2)
     assert end["elapsed_seconds"] - counted > lost

@@ -103,7 +103,7 @@ def test_a_rank_that_was_killed_for_memory_is_told_as_such(tmp_path, launcher, c
     if "is gone" in text:  # else the kernel ended both at once, as it may
         assert ended == code
         assert re.search(
-            r"killed for memory \(exit code -9\): 2 ranks there x [\d.]+ [GM]iB; what helps", text
+            r"killed for memory \(exit code -9\): 2 ranks on its machine x [\d.]+ [GM]iB; what helps", text
         )
     if "multi_gpu.sh" in launcher[0]:
         assert re.search(r"^this machine: the kernel killed \d process(es)? for memory; lower ", text, re.M)

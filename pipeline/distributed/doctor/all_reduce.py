@@ -20,16 +20,16 @@ from pipeline.files import MIB
 if TYPE_CHECKING:
     import torch
 
-MODULE = "pipeline.distributed.doctor.all_reduce"
-LIMIT = 240.0
+RANK_MODULE = "pipeline.distributed.doctor.all_reduce"
+RANK_TIMEOUT = 240.0
 """Seconds from the start of a rank's process to the end of its all-reduce."""
 STEPS = ("starting", "loading torch", "joining", "the first all-reduce", "transfers", "the large all-reduce")
 """Steps of a rank, in order; `joining` is the creation of the process group."""
-SIZES = {"cpu": 16 * MIB, "cuda": 256 * MIB}
+TRANSFER_BYTES = {"cpu": 16 * MIB, "cuda": 256 * MIB}
 """Type of device -> bytes of a transfer and of the large all-reduce."""
-TRIES = 3
+NUM_REPEATS = 3
 """Measurements of each speed. The fastest counts, since the first one also opens the connection."""
-SLOW = 1 / 3
+SLOW_LINK_SHARE = 1 / 3
 """Share of the usual speed below which a link counts as slow."""
 Rounds = list[list[list[int]]]
 """Rounds of transfers, each from one rank to another. The transfers of a round run at the same time."""
@@ -70,7 +70,7 @@ def plan_ring_transfers(num_hosts: int) -> Rounds:
     return [pairs for pairs in rounds if pairs]
 
 
-def take_part(part: Mapping[str, Any], report_step: StepReporter) -> dict[str, Any]:
+def measure_rank(part: Mapping[str, Any], report_step: StepReporter) -> dict[str, Any]:
     """Run one rank of the all-reduce.
 
     Args:
@@ -130,7 +130,7 @@ def _measure(
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    limit = timedelta(seconds=LIMIT)
+    limit = timedelta(seconds=RANK_TIMEOUT)
     store = TCPStore(address, port, is_master=rank == 0, timeout=limit, wait_for_workers=False)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -149,10 +149,10 @@ def _measure(
     enter("transfers")
     measured.links = _transfer(rank, rounds, device)
     enter("the large all-reduce")
-    measured.size = SIZES[device.type]
+    measured.size = TRANSFER_BYTES[device.type]
     values = torch.ones(measured.size // 4, device=device)
     seconds = []
-    for _ in range(TRIES):
+    for _ in range(NUM_REPEATS):
         dist.barrier()
         started = _now(device)
         dist.all_reduce(values)
@@ -171,18 +171,18 @@ def _transfer(rank: int, rounds: Rounds, device: torch.device) -> list[list[floa
     import torch
     import torch.distributed as dist
 
-    buffer = torch.zeros(SIZES[device.type], dtype=torch.uint8, device=device)
+    buffer = torch.zeros(TRANSFER_BYTES[device.type], dtype=torch.uint8, device=device)
     request = torch.zeros(1, device=device)
     received: list[list[float]] = []
     for pairs in rounds:
         for source, target in pairs:
             if rank == source:
-                for _ in range(TRIES):
+                for _ in range(NUM_REPEATS):
                     dist.recv(request, target)
                     dist.send(buffer, target)
             elif rank == target:
                 seconds = []
-                for _ in range(TRIES):
+                for _ in range(NUM_REPEATS):
                     started = _now(device)
                     dist.send(request, source)
                     dist.recv(buffer, source)
@@ -241,7 +241,7 @@ def _check_links(places: Sequence[str], results: Sequence[RankMeasurements]) -> 
         return []
     # The median of two links would be their mean; compare the slower one with the faster one instead.
     usual = median(speeds.values()) if len(speeds) > 2 else max(speeds.values())
-    slow = {pair for pair, speed in speeds.items() if speed < SLOW * usual}
+    slow = {pair for pair, speed in speeds.items() if speed < SLOW_LINK_SHARE * usual}
     (source, target), least = min(speeds.items(), key=lambda item: item[1])
     found = f"slowest {source} -> {target} {_format_speed(least)}; usual {_format_speed(usual)}"
     if not slow:
@@ -260,4 +260,4 @@ def _format_speed(bytes_per_second: float) -> str:
 
 
 if __name__ == "__main__":
-    serve(*own_streams(), {"reduce": take_part})
+    serve(*own_streams(), {"reduce": measure_rank})

@@ -23,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.distributed.doctor.all_reduce import RankMeasurements, check_all_reduce, plan_ring_transfers
-from pipeline.distributed.doctor.machine_checks import CHECKS, CheckResult, MachineQuestion, read_here
+from pipeline.distributed.doctor.machine_checks import (
+    CHECKS,
+    CheckResult,
+    MachineQuestion,
+    read_source_and_versions,
+)
 from pipeline.distributed.doctor.network import (
     Link,
     Network,
@@ -35,11 +40,11 @@ from pipeline.distributed.doctor.network import (
     list_peers,
     read_network,
 )
-from pipeline.distributed.doctor.node import SilentError, ask, ask_all, clock_offset
+from pipeline.distributed.doctor.node import NoAnswerError, ask, ask_all, clock_offset
 from pipeline.distributed.doctor.probe import answer_questions
 from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, group_faults, merge_texts
 from pipeline.distributed.launch.ssh import (
-    LONGEST_LINE,
+    MAX_MESSAGE_BYTES,
     NO_FOLDER,
     NO_PYTHON,
     NodeProcess,
@@ -53,17 +58,17 @@ from pipeline.distributed.ranks import parse_first_host, parse_tasks_per_node
 from pipeline.errors import LaunchError
 
 PROBE = "pipeline.distributed.doctor.probe"
-PASSED_ON = ("NCCL_", "GLOO_", "TORCH_EXTENSIONS_DIR")
+FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_EXTENSIONS_DIR")
 """Prefixes of the variables of this shell that the probes receive, since they change the results."""
-CLOCK = (2.0, 0.5)
+CLOCK_LIMITS = (2.0, 0.5)
 """Seconds by which a clock may differ before the check fails, or warns."""
-REACHING = {"ssh", "python", "folder"}
+START_CHECKS = {"ssh", "python", "folder"}
 """Checks that fail if no probe can be started on a host."""
-BLOCKING = REACHING | {
+BLOCKING_CHECKS = START_CHECKS | {
     *("project", "versions", "devices", "driver", "network", "hosts", "names", "ports", "interface")
 }
 """Checks whose faults would also stop an all-reduce, later and with a less clear message."""
-TASKS_LIMIT = 120.0
+TASKS_TIMEOUT = 120.0
 """Seconds until the probes of all machines under srun must have connected to task 0."""
 
 
@@ -100,7 +105,7 @@ async def _examine(settings: ExaminationSettings) -> list[CheckRow]:
         command = ssh_command(host, PROBE, Path.cwd()) if settings.is_remote else local_command(PROBE)
         nodes.append(await start_process(host, command))
     rows = await _examine_nodes(settings, nodes)
-    if settings.is_remote and not any(row.check in REACHING for row in rows):
+    if settings.is_remote and not any(row.check in START_CHECKS for row in rows):
         rows.insert(0, CheckRow("ssh", "ok", "connects to every host without a prompt"))
     return rows
 
@@ -137,7 +142,7 @@ class _Examination:
         settings = self.settings
         questions = {host: asdict(question) for host, question in self._build_questions().items()}
         self.answers, silent = await self._ask("examine", questions)
-        rows = [explain_silence(host, error) for host, error in silent.items()]
+        rows = [describe_missing_answer(host, error) for host, error in silent.items()]
         for host, answer in self.answers.items():
             if answer["network"] is not None:
                 self.networks[host] = Network(**answer["network"])
@@ -155,7 +160,7 @@ class _Examination:
 
     async def _ask(
         self, method: str, values: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, SilentError]]:
+    ) -> tuple[dict[str, Any], dict[str, NoAnswerError]]:
         """Ask the hosts of `values` the same question, each with its value. See `ask_all`."""
         nodes = [self.nodes[host] for host in values]
         return await ask_all(nodes, lambda node: ask(node, method, values[node.name]))
@@ -169,8 +174,10 @@ class _Examination:
             names=list(settings.devices),
             folders=list(settings.folders),
             ops=None if settings.ops is None else [op.label for op in settings.ops],
-            environment={name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
-            here=read_here(),
+            environment={
+                name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)
+            },
+            here=read_source_and_versions(),
             is_remote=settings.is_remote,
         )
         return {
@@ -234,7 +241,9 @@ class _Examination:
         Args:
             rows: Rows of the earlier checks. If a blocking check failed, the all-reduce is skipped.
         """
-        blocking = sorted({row.check for row in rows if row.status == "fail" and row.check in BLOCKING})
+        blocking = sorted(
+            {row.check for row in rows if row.status == "fail" and row.check in BLOCKING_CHECKS}
+        )
         if blocking:
             fix = f"repair these first: {', '.join(blocking)}"
             return [CheckRow("all-reduce", "warning", "skipped", fix)]
@@ -250,7 +259,7 @@ class _Examination:
         has_gpus = devices[master] != [None]
         try:
             port = await ask(self.nodes[master], "free port")
-        except SilentError as error:
+        except NoAnswerError as error:
             return check_all_reduce(places, [], f"{master}: {error.reason}", has_gpus)
         common = {"world_size": len(places), "address": address, "port": port, "rounds": rounds}
         rank = count()
@@ -269,7 +278,7 @@ class _Examination:
         return list(self.settings.devices[host] or range(num_gpus)) if num_gpus else [None]
 
 
-KNOWN = {
+SSH_FAULTS = {
     "Permission denied": ("asks for a password, or refuses the key", "ssh-copy-id {host}"),
     "Host key verification failed": (
         "its host key is not known here",
@@ -286,7 +295,7 @@ KNOWN = {
 """Words in the output of ssh -> the fault, and its fix."""
 
 
-def explain_silence(host: str, error: SilentError) -> CheckRow:
+def describe_missing_answer(host: str, error: NoAnswerError) -> CheckRow:
     """Return the row of a host that did not answer, by the exit code and the output of ssh."""
     output = error.reason
     folder = Path.cwd()
@@ -295,7 +304,7 @@ def explain_silence(host: str, error: SilentError) -> CheckRow:
     last_line = (output.splitlines() or ["no output"])[-1]
     found = last_line if error.code is None else f"exit code {error.code}: {last_line}"
     fix = f"run this command by hand: ssh {host} {python} -c pass"
-    for words, (known_fault, known_fix) in KNOWN.items():
+    for words, (known_fault, known_fix) in SSH_FAULTS.items():
         if words in output:
             found = known_fault
             fix = known_fix.format(host=host)
@@ -321,11 +330,11 @@ def check_clocks(offsets: Mapping[str, float]) -> list[CheckRow]:
     """
     faults = []
     for host, offset in offsets.items():
-        if abs(offset) > CLOCK[1]:
+        if abs(offset) > CLOCK_LIMITS[1]:
             direction = "ahead of" if offset > 0 else "behind"
             found = f"{abs(offset):.1f} s {direction} the launching machine's clock"
             fix = f"ssh {HOST} timedatectl set-ntp true (or chronyc makestep)"
-            faults.append((host, Fault("fail" if abs(offset) > CLOCK[0] else "warning", found, fix)))
+            faults.append((host, Fault("fail" if abs(offset) > CLOCK_LIMITS[0] else "warning", found, fix)))
     largest = max(map(abs, offsets.values()), default=0.0)
     return group_faults("clock", faults, f"within {max(largest, 0.001):.3f} s")
 
@@ -396,8 +405,8 @@ async def _examine_tasks(
         writer.close()
 
     if num_nodes > 1:
-        server = await asyncio.start_server(greet, port=port, limit=LONGEST_LINE)
-        waiting = asyncio.create_task(asyncio.wait_for(are_all_connected.wait(), TASKS_LIMIT))
+        server = await asyncio.start_server(greet, port=port, limit=MAX_MESSAGE_BYTES)
+        waiting = asyncio.create_task(asyncio.wait_for(are_all_connected.wait(), TASKS_TIMEOUT))
         await wait_and_report({"": waiting}, lambda _: f"{num_nodes - len(connected)} of {num_nodes} hosts")
         waiting.exception()  # mark a timeout as handled: a row below reports the missing hosts
         server.close()
@@ -423,7 +432,7 @@ def _answer_task_0(first: str, port: int, greeting: Mapping[str, Any]) -> None:
     Raises:
         LaunchError: Task 0 cannot be reached within TASKS_LIMIT.
     """
-    deadline = time.monotonic() + TASKS_LIMIT
+    deadline = time.monotonic() + TASKS_TIMEOUT
     while True:
         try:
             connection = socket.create_connection((first, port), 10)

@@ -30,7 +30,7 @@ from pipeline.distributed.machine import (
     available_memory,
     count_gpus,
     driver_version,
-    find_card_fault,
+    find_gpu_fault,
     is_reachable,
 )
 from pipeline.distributed.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER
@@ -41,13 +41,13 @@ SOURCES = {"pipeline": {".py"}, "launch": {".py", ".sh", ".yaml"}, "ds_configs":
 """Folder of the project -> endings of the source files that must be equal on all machines."""
 MUST_AGREE = ("torch", "CUDA", "ROCm", "NCCL", "deepspeed")
 """Packages whose versions must be equal on all machines. Other versions that differ are warnings."""
-TOOL_LIMIT = 60
+TOOL_TIMEOUT = 60
 """Seconds for nvidia-smi and other programs. Without persistence mode, eight GPUs take ten seconds."""
-MEMORY_A_RANK = (1 * GIB, 2 * GIB)
+RANK_MEMORY_LIMITS = (1 * GIB, 2 * GIB)
 """Free bytes per rank below which a check fails, or warns. torch and DeepSpeed alone take about 1 GiB."""
-DISK = (1 * GIB, 10 * GIB)
+DISK_LIMITS = (1 * GIB, 10 * GIB)
 """Free bytes of a folder below which a check fails, or warns."""
-SMALL_DISK = {"/tmp": (GIB // 4, GIB), "/dev/shm": (GIB // 16, GIB)}
+SMALL_DISK_LIMITS = {"/tmp": (GIB // 4, GIB), "/dev/shm": (GIB // 16, GIB)}
 """Limits like DISK for folders that need less. Containers often have 64 MiB of /dev/shm.
 
 NCCL and the loader's workers exchange data through /dev/shm.
@@ -103,13 +103,13 @@ def run_tool(*command: str) -> tuple[int | None, str]:
         subprocess.TimeoutExpired: The program did not end within TOOL_LIMIT.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT, check=False)
     except OSError:
         return None, ""
     return done.returncode, done.stdout + done.stderr
 
 
-def read_here() -> dict[str, str | None]:
+def read_source_and_versions() -> dict[str, str | None]:
     """Return the commit, a digest of the source files, and the versions of this machine.
 
     The commit is `None` without git. For the versions see `read_versions`.
@@ -152,7 +152,7 @@ def read_versions() -> dict[str, str | None]:
 
 def check_project(question: MachineQuestion) -> CheckResult:
     """Compare this machine's source files with those of the launching machine."""
-    own = read_here()
+    own = read_source_and_versions()
     commit = own["commit"]
     expected_commit = question.here["commit"]
     faults = []
@@ -274,10 +274,12 @@ def check_driver(question: MachineQuestion, root: Path = ROOT) -> CheckResult:
     versions = read_versions()
     if versions["torch"] is not None:  # check_versions reports a missing torch
         torch = TorchBuild(versions["torch"], versions["CUDA"], versions["ROCm"])
-        fault = find_card_fault(torch, root, newest_cuda[1] if newest_cuda else None)
+        fault = find_gpu_fault(torch, root, newest_cuda[1] if newest_cuda else None)
         if fault is not None:
             prefix = f"on {HOST}: " if question.is_remote else ""
-            faults.append(Fault("fail" if fault.is_fatal else "warning", fault.found, prefix + fault.fix))
+            faults.append(
+                Fault("fail" if fault.is_fatal else "warning", fault.description, prefix + fault.fix)
+            )
     _, log = run_tool("dmesg")
     xids = re.findall(r"Xid \(PCI:[\w:.]+\): \d+", log)
     if xids:
@@ -304,13 +306,13 @@ def check_memory(question: MachineQuestion) -> CheckResult:
     free = available_memory()
     ranks = len(question.devices) if question.devices is not None else count_gpus(os.environ) or 1
     faults = []
-    status = _judge(free / ranks, MEMORY_A_RANK)
+    status = _judge(free / ranks, RANK_MEMORY_LIMITS)
     if status != "ok":
         found = f"{format_bytes(free)} free for {ranks} rank{'s' * (ranks > 1)}"
         fix = question.on_host("ps -eo rss,user,comm --sort=-rss")
         fix += " | head shows the largest processes: end them, or raise the job's limit"
         faults.append(Fault(status, found, fix))
-    return CheckResult(f"at least {format_bytes(MEMORY_A_RANK[1])} free for each rank", faults)
+    return CheckResult(f"at least {format_bytes(RANK_MEMORY_LIMITS[1])} free for each rank", faults)
 
 
 def find_existing_folder(folder: str) -> Path:
@@ -332,7 +334,7 @@ def check_disk(question: MachineQuestion) -> CheckResult:
             fix = question.on_host(f"df -h {path}") + "; make room, or use another folder"
             if path == "/dev/shm":
                 fix = question.on_host("'mount -o remount,size=16G /dev/shm'") + " (docker: --shm-size=16g)"
-            status = _judge(free, SMALL_DISK.get(path, DISK))
+            status = _judge(free, SMALL_DISK_LIMITS.get(path, DISK_LIMITS))
             if status != "ok":
                 faults.append(Fault(status, f"{path}: {format_bytes(free)} free", fix))
             elif state.f_files and state.f_favail < 1000:

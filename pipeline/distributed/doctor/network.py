@@ -23,7 +23,7 @@ import psutil
 from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, Status, group_faults
 from pipeline.distributed.waiting import find_own_address
 
-CONNECT_LIMIT = 10.0
+CONNECT_TIMEOUT = 10.0
 """Seconds for opening a connection and reading its first line."""
 
 
@@ -168,7 +168,7 @@ def open_greeting_port(token: str, name: str) -> int:
 
 
 def connect_to(
-    peers: Sequence[tuple[str, str, int]], token: str, seconds: float = CONNECT_LIMIT
+    peers: Sequence[tuple[str, str, int]], token: str, seconds: float = CONNECT_TIMEOUT
 ) -> list[Link]:
     """Connect to every peer at the same time. Each must answer with the token and its name.
 

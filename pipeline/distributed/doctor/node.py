@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from pipeline.distributed.launch.ssh import NodeProcess, decode_message, encode_message, wait_and_report
 
-ANSWER_LIMIT = 300.0
+ANSWER_TIMEOUT = 300.0
 """Seconds that a node has for an answer. If a machine disappears, ssh itself ends within 20 seconds."""
 Result = TypeVar("Result")
 StepReporter = Callable[[str], None]
@@ -26,7 +26,7 @@ Method = Callable[[Any, StepReporter], Any]
 """Function that answers a question. Its arguments: the question's value, and the function for its steps."""
 
 
-class SilentError(Exception):
+class NoAnswerError(Exception):
     """A node did not answer.
 
     Args:
@@ -40,8 +40,8 @@ class SilentError(Exception):
         self.reason = reason
 
 
-async def ask(node: NodeProcess, method: str, value: Any = None, seconds: float = ANSWER_LIMIT) -> Any:
-    """Ask a node, and return its answer. After a SilentError, do not ask this node again.
+async def ask(node: NodeProcess, method: str, value: Any = None, seconds: float = ANSWER_TIMEOUT) -> Any:
+    """Ask a node, and return its answer. After a NoAnswerError, do not ask this node again.
 
     Args:
         node: Process to ask.
@@ -50,33 +50,33 @@ async def ask(node: NodeProcess, method: str, value: Any = None, seconds: float 
         seconds: Time limit for the answer.
 
     Raises:
-        SilentError: There was no answer within the time limit, or the process ended.
+        NoAnswerError: There was no answer within the time limit, or the process ended.
     """
     node.send({"ask": method, "with": value})
     try:
         async with asyncio.timeout(seconds):
             message = await node.receive()
     except TimeoutError:
-        raise SilentError(None, f"no answer within {seconds:g} s, still at: {node.step}") from None
+        raise NoAnswerError(None, f"no answer within {seconds:g} s, still at: {node.step}") from None
     if message is None:
         code = await node.close()
-        raise SilentError(code, await node.last_words())
+        raise NoAnswerError(code, await node.read_stderr())
     return message["answer"]
 
 
 async def ask_all(
     nodes: Iterable[NodeProcess], question: Callable[[NodeProcess], Awaitable[Result]]
-) -> tuple[dict[str, Result], dict[str, SilentError]]:
+) -> tuple[dict[str, Result], dict[str, NoAnswerError]]:
     """Ask all nodes at the same time. The console names the nodes that are slow to answer.
 
     Returns:
         Answers by node, and errors by node for those that did not answer. Both have the order of `nodes`.
     """
 
-    async def attempt(node: NodeProcess) -> Result | SilentError:
+    async def attempt(node: NodeProcess) -> Result | NoAnswerError:
         try:
             return await question(node)
-        except SilentError as error:
+        except NoAnswerError as error:
             return error
 
     by_name = {node.name: node for node in nodes}
@@ -84,8 +84,8 @@ async def ask_all(
     if tasks:
         await wait_and_report(tasks, lambda name: f"{name} ({by_name[name].step})")
     results = {name: task.result() for name, task in tasks.items()}
-    answers = {name: result for name, result in results.items() if not isinstance(result, SilentError)}
-    errors = {name: result for name, result in results.items() if isinstance(result, SilentError)}
+    answers = {name: result for name, result in results.items() if not isinstance(result, NoAnswerError)}
+    errors = {name: result for name, result in results.items() if isinstance(result, NoAnswerError)}
     return answers, errors
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from pipeline.distributed.doctor import network
-from pipeline.distributed.doctor.all_reduce import LIMIT, MODULE, RankMeasurements
+from pipeline.distributed.doctor.all_reduce import RANK_MODULE, RANK_TIMEOUT, RankMeasurements
 from pipeline.distributed.doctor.machine_checks import (
     CHECKS,
     CheckResult,
@@ -27,12 +27,12 @@ from pipeline.distributed.doctor.machine_checks import (
     format_marker,
     read_gpus,
 )
-from pipeline.distributed.doctor.node import Method, SilentError, StepReporter, ask, own_streams, serve
+from pipeline.distributed.doctor.node import Method, NoAnswerError, StepReporter, ask, own_streams, serve
 from pipeline.distributed.doctor.rows import HOST, Fault
 from pipeline.distributed.launch.ssh import local_command, start_process
 from pipeline.distributed.waiting import find_free_port
 
-CHECK_LIMIT = 90.0
+CHECK_TIMEOUT = 90.0
 """Seconds for all checks together. A folder on a file server that is down never answers."""
 
 
@@ -63,7 +63,7 @@ class Probe:
         }
         checks["network"] = partial(network.read_network, question.names, port)
         checks["gpus"] = read_gpus
-        results = run_checks(checks, CHECK_LIMIT, report_step)
+        results = run_checks(checks, CHECK_TIMEOUT, report_step)
         gpus = results.pop("gpus")
         own_network = None
         if isinstance(results["network"], network.Network):
@@ -107,16 +107,16 @@ class Probe:
         """
 
         async def take_part(part: dict[str, Any]) -> dict[str, Any]:
-            rank = await start_process("rank", local_command(MODULE))
-            rank.heard = report_step
+            rank = await start_process("rank", local_command(RANK_MODULE))
+            rank.on_step = report_step
             try:
-                measured: dict[str, Any] = await ask(rank, "reduce", part, seconds=LIMIT)
-            except SilentError as error:
-                problem = f"still at {rank.step} after {LIMIT:.0f} s"
+                measured: dict[str, Any] = await ask(rank, "reduce", part, seconds=RANK_TIMEOUT)
+            except NoAnswerError as error:
+                problem = f"still at {rank.step} after {RANK_TIMEOUT:.0f} s"
                 if error.code is not None:
                     problem = f"exit code {error.code} at {rank.step}: {error.reason.splitlines()[-1]}"
                 measured = asdict(RankMeasurements(part["rank"], rank.step, problem))
-            await rank.close(patience=0.5)  # a rank that hangs is killed soon
+            await rank.close(timeout_seconds=0.5)  # a rank that hangs is killed soon
             return measured
 
         async def take_all() -> list[dict[str, Any]]:

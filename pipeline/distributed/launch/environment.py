@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.shipped import LAUNCH
-from pipeline.distributed.ranks import ENVIRONMENT_FILE
+from pipeline.distributed.ranks import ENVIRONMENT_FILE_VARIABLE
 from pipeline.errors import LaunchError
 
 SENT_PREFIXES = (
@@ -101,7 +101,7 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if not name.startswith(DEEPSPEED_PREFIXES) and name != ENVIRONMENT_FILE
+        if not name.startswith(DEEPSPEED_PREFIXES) and name != ENVIRONMENT_FILE_VARIABLE
     }
 
 
@@ -125,7 +125,7 @@ def load_sent_environment(environment: MutableMapping[str, str]) -> list[str]:
         LaunchError: The file named by PIPELINE_ENVIRONMENT is missing or incomplete, belongs to another user,
             or is accessible to others.
     """
-    path = environment.get(ENVIRONMENT_FILE)
+    path = environment.get(ENVIRONMENT_FILE_VARIABLE)
     if path is None:
         return []
     try:
@@ -133,8 +133,8 @@ def load_sent_environment(environment: MutableMapping[str, str]) -> list[str]:
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise LaunchError(
-                    f"{ENVIRONMENT_FILE}={path}: other users may read or write this file; it must belong to "
-                    f"the user who trains, with mode 600: chmod 600 {path}"
+                    f"{ENVIRONMENT_FILE_VARIABLE}={path}: other users may read or write this file; it must "
+                    f"belong to the user who trains, with mode 600: chmod 600 {path}"
                 )
             document = json.load(file)
         environment.update(document["environment"])
@@ -142,8 +142,8 @@ def load_sent_environment(environment: MutableMapping[str, str]) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a file that a launch script wrote"
         raise LaunchError(
-            f"{ENVIRONMENT_FILE}={path}: {reason}; start with {LAUNCH / 'multi_node.sh'}, which sets this "
-            "variable, or unset it"
+            f"{ENVIRONMENT_FILE_VARIABLE}={path}: {reason}; start with {LAUNCH / 'multi_node.sh'}, which "
+            "sets this variable, or unset it"
         ) from None
     programs = os.path.dirname(sys.executable)
     if environment.get("PATH", "").split(os.pathsep)[0] != programs:

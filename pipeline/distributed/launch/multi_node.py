@@ -33,7 +33,7 @@ from pipeline.distributed.launch.environment import (
 from pipeline.distributed.launch.hostfile import Devices, Selection, choose_devices, read_hostfile
 from pipeline.distributed.launch.ssh import SSH_OPTIONS, ssh_command
 from pipeline.distributed.launch.supervise import Supervisor
-from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
+from pipeline.distributed.ranks import ENVIRONMENT_FILE_VARIABLE, is_port
 from pipeline.errors import LaunchError, report_errors
 from pipeline.redaction import redact
 
@@ -220,10 +220,10 @@ def run(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
     ssh_arguments = f"{variables.get('PDSH_SSH_ARGS_APPEND', '')} {' '.join(SSH_OPTIONS)}".strip()
     with tempfile.TemporaryDirectory(prefix="pipeline-") as name:  # mode 700
         hostfile = Path(name) / "hostfile"
-        hostfile.write_text(launch.hostfile())
+        hostfile.write_text(launch.format_hostfile())
         # deepspeed itself sends the variables with `STARTUP_PREFIX`.
         sent = {key: environment[key] for key in STARTUP_VARIABLES if environment.get(key)}
-        sent[ENVIRONMENT_FILE] = f"{launch.folder}/environment.json"
+        sent[ENVIRONMENT_FILE_VARIABLE] = f"{launch.folder}/environment.json"
         sent_file = Path(name) / "deepspeed_env"
         sent_file.touch(mode=0o600)
         sent_file.write_text("".join(f"{key}={value}\n" for key, value in sent.items()))
@@ -232,10 +232,10 @@ def run(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
         if not launch.options.no_doctor and (code := _run_doctor(launch, environment)):
             return code
         guards = {host: ssh_command(host, GUARD, Path.cwd()) for host in launch.devices}
-        supervisor = Supervisor(guards, launch.document, launch.places())
+        supervisor = Supervisor(guards, launch.document, launch.map_ranks_to_nodes())
 
         def start(master: Mapping[str, Any]) -> list[str]:
-            command = launch.command(hostfile, master)
+            command = launch.build_command(hostfile, master)
             if launch.uses_mpi:
                 # mpirun gives each rank its number, but not the address of rank 0.
                 options = dict(word.split("=", 1) for word in command if word.startswith("--master_"))

@@ -31,7 +31,7 @@ import psutil
 from pipeline.distributed.launch.environment import write_document
 from pipeline.distributed.launch.ssh import decode_message, encode_message
 from pipeline.distributed.machine import count_kills, read_kernel_kills
-from pipeline.distributed.ranks import ENVIRONMENT_FILE
+from pipeline.distributed.ranks import ENVIRONMENT_FILE_VARIABLE
 from pipeline.distributed.waiting import find_free_port
 
 # Seconds without input after which the launch script counts as gone. It sends a message every 5 seconds.
@@ -88,10 +88,10 @@ class Guard:
 
     def __init__(self, path: Path):
         self.path = path
-        self._marker = f"{ENVIRONMENT_FILE}={path}".encode()
+        self._marker = f"{ENVIRONMENT_FILE_VARIABLE}={path}".encode()
         self._processes: list[psutil.Process] = []
 
-    def find(self) -> list[psutil.Process]:
+    def find_processes(self) -> list[psutil.Process]:
         """Return every process of the run, from /proc.
 
         One scan can miss a process in two ways. A process may start during the scan while its parent ends, so
@@ -125,12 +125,12 @@ class Guard:
 
         It scans /proc only if all processes of the last scan have ended.
         """
-        return any(_is_alive(process) for process in self._processes) or bool(self.find())
+        return any(_is_alive(process) for process in self._processes) or bool(self.find_processes())
 
-    def ranks(self) -> list[psutil.Process]:
+    def find_ranks(self) -> list[psutil.Process]:
         """Return the processes that are ranks, without their launcher and without their children."""
         with_rank = []
-        for process in self.find():
+        for process in self.find_processes():
             variables = _read_environment(process.pid) or ()
             if any(variable.startswith(RANK_NAMES) for variable in variables):
                 with_rank.append(process)
@@ -143,9 +143,9 @@ class Guard:
                     ranks.append(process)
         return ranks
 
-    def send(self, number: int, skipped_pids: Container[int] = ()) -> list[int]:
+    def send_signal(self, number: int, skipped_pids: Container[int] = ()) -> list[int]:
         """Send a signal to each rank except those with `skipped_pids`; return the pids of all ranks."""
-        ranks = self.ranks()
+        ranks = self.find_ranks()
         for process in ranks:
             if process.pid not in skipped_pids:
                 with suppress(psutil.Error):
@@ -156,7 +156,7 @@ class Guard:
         """Kill all remaining processes of the run, and return their number."""
         killed = set()
         for _ in range(10):  # no endless loop, since a process that waits for a dead disk cannot be killed
-            for process in self.find():
+            for process in self.find_processes():
                 with suppress(psutil.Error):
                     process.kill()
                     killed.add(process.pid)
@@ -165,7 +165,7 @@ class Guard:
             psutil.wait_procs(self._processes, timeout=READ_SECONDS)
         return len(killed)
 
-    def exit_records(self) -> dict[str, Any]:
+    def read_exit_records(self) -> dict[str, Any]:
         """Return the exit record of each rank that wrote one, keyed by the rank as text."""
         records = {}
         for file in self.path.parent.glob("rank-*"):
@@ -227,11 +227,11 @@ def watch_run(guard: Guard, connection: Connection) -> dict[str, Any]:
     while True:
         for message in connection.read(READ_SECONDS):
             if "signal" in message:
-                guard.send(message["signal"])
+                guard.send_signal(message["signal"])
             if "end" in message:
                 killed = end_run(guard, message["end"])
                 return {
-                    "ended": guard.exit_records(),
+                    "ended": guard.read_exit_records(),
                     "killed": killed,
                     "killed_for_memory": max(
                         len(read_kernel_kills(start_time)), count_kills() - kills_before
@@ -245,7 +245,7 @@ def watch_run(guard: Guard, connection: Connection) -> dict[str, Any]:
             has_started = has_started or is_running
             if has_started and not is_running:
                 has_ended = True
-                connection.send({"gone": guard.exit_records()})
+                connection.send({"gone": guard.read_exit_records()})
 
 
 def end_run(guard: Guard, seconds: float) -> int:
@@ -260,12 +260,12 @@ def end_run(guard: Guard, seconds: float) -> int:
     """
     deadline = time.monotonic() + seconds
     signaled: list[int] = []
-    while (ranks := guard.send(signal.SIGTERM, signaled)) and time.monotonic() < deadline:
+    while (ranks := guard.send_signal(signal.SIGTERM, signaled)) and time.monotonic() < deadline:
         signaled += ranks  # the next call reaches only ranks that the launcher starts meanwhile
         time.sleep(POLL_SECONDS)
     deadline = min(deadline, time.monotonic() + EXIT_TIMEOUT)
     while guard.is_running() and time.monotonic() < deadline:
-        signaled += guard.send(signal.SIGTERM, signaled)
+        signaled += guard.send_signal(signal.SIGTERM, signaled)
         time.sleep(POLL_SECONDS)
     return guard.kill()
 

@@ -23,9 +23,9 @@ NO_FOLDER = 81
 NO_PYTHON = 82
 """Exit code of a node without the Python of the launch script."""
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
-SAY_AFTER = 10.0
+FIRST_REPORT_SECONDS = 10.0
 """Seconds until the console names the nodes that have not answered; it repeats that at 2, 4, 8 times this."""
-LONGEST_LINE = 1 << 26  # bytes of one message
+MAX_MESSAGE_BYTES = 1 << 26  # bytes of one message
 _MESSAGE_KEY = "pipeline"
 
 
@@ -92,7 +92,7 @@ class NodeProcess:
         self.name = name
         self.step = "starting"
         """Step that the process reported last."""
-        self.heard: Callable[[str], None] = lambda step: None
+        self.on_step: Callable[[str], None] = lambda step: None
         """Function that is called with each step that the process reports."""
         self._reader = reader
         self._writer = writer
@@ -116,10 +116,10 @@ class NodeProcess:
                 if "step" not in message:
                     return message
                 self.step = message["step"]
-                self.heard(self.step)
+                self.on_step(self.step)
         return None
 
-    async def last_words(self) -> str:
+    async def read_stderr(self) -> str:
         """Return the text that the process or ssh wrote to standard error; call it after the end."""
         output = b""
         if self._process is not None and self._process.stderr is not None:
@@ -162,7 +162,7 @@ async def start_process(name: str, command: Sequence[str]) -> NodeProcess:
     try:
         # In a new session Ctrl-C does not reach the process, so the connection survives it.
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, limit=LONGEST_LINE
+            *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, limit=MAX_MESSAGE_BYTES
         )
     except FileNotFoundError:
         program = command[0]
@@ -184,7 +184,7 @@ async def wait_and_report(
         describe: Function that returns the text for a name.
     """
     waited = 0.0
-    patience = SAY_AFTER
+    patience = FIRST_REPORT_SECONDS
     while (await asyncio.wait(tasks.values(), timeout=patience))[1]:
         waited += patience
         patience = waited

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config.command_lines import format_pipeline_command
-from pipeline.distributed.diagnosis import ADVICE
+from pipeline.distributed.diagnosis import MEMORY_ADVICE
 from pipeline.distributed.launch.ssh import NodeProcess, start_process, wait_and_report
 from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, LaunchError
@@ -28,13 +28,13 @@ SAVE_TIMEOUT = 60.0  # seconds that ranks have to save after their launcher has 
 # Seconds that ranks have to end after a node has failed or is lost. They cannot save without it.
 EXIT_TIMEOUT = 5.0
 FORWARDED_SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
-HUNG = 124
-BAD_INPUT = 2
-OUT_OF_MEMORY = DeviceMemoryError.exit_code  # ENOMEM
-DEVICE_FAILED = DeviceFailedError.exit_code  # EFAULT
-TERMINATED = 143
+HUNG_CODE = 124
+BAD_INPUT_CODE = 2
+OUT_OF_MEMORY_CODE = DeviceMemoryError.exit_code  # ENOMEM
+DEVICE_FAILED_CODE = DeviceFailedError.exit_code  # EFAULT
+TERMINATED_CODE = 143
 # Codes of ranks that saved a checkpoint and ended, after a closed terminal, Ctrl-C, SIGUSR1 or SIGTERM.
-STOP_CODES = {129, 130, 138, TERMINATED}
+STOP_CODES = {129, 130, 138, TERMINATED_CODE}
 
 ExitRecords = Mapping[int, Mapping[str, int]]
 """Rank -> its exit `code` and the `world_size` that it knew; a rank that was killed has no record."""
@@ -66,11 +66,11 @@ def choose_exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) 
     codes = {record["code"] for record in records.values()}
     launcher_code = launcher if launcher >= 0 else 128 - launcher
     if codes <= STOP_CODES and len(codes) == 2:
-        codes -= {TERMINATED}  # the launcher sends SIGTERM to ranks that are still about to end
+        codes -= {TERMINATED_CODE}  # the launcher sends SIGTERM to ranks that are still about to end
     if len(codes) == 1 and not ranks_without_exit_code(records, ranks):
         # If all ranks finished and a signal ended the launcher afterwards, the run is complete.
         return codes.pop() or max(launcher, 0)
-    for code in (HUNG, OUT_OF_MEMORY, DEVICE_FAILED, BAD_INPUT):
+    for code in (HUNG_CODE, OUT_OF_MEMORY_CODE, DEVICE_FAILED_CODE, BAD_INPUT_CODE):
         if code in codes:
             return code
     return launcher_code or max(codes | {1})
@@ -113,7 +113,7 @@ class Supervisor:
     """Runs one launcher and its guards, and determines the exit code of the run."""
 
     def __init__(
-        self, guards: Mapping[str, Sequence[str]], document: Mapping[str, Any], places: Mapping[int, str]
+        self, guards: Mapping[str, Sequence[str]], document: Mapping[str, Any], rank_nodes: Mapping[int, str]
     ):
         """Store the description of the run; `run` starts it.
 
@@ -124,7 +124,7 @@ class Supervisor:
         """
         self._guards = guards
         self._document = document
-        self._places = places
+        self._rank_nodes = rank_nodes
         self._states: list[_NodeState] = []
         self._launcher: asyncio.subprocess.Process | None = None
         self._received_signals: list[int] = []
@@ -201,7 +201,7 @@ class Supervisor:
                 state.process.send(self._document)
                 answer = await state.process.receive()
                 if answer is None:
-                    return f"{state.name}: {(await state.process.last_words()).splitlines()[-1]}"
+                    return f"{state.name}: {(await state.process.read_stderr()).splitlines()[-1]}"
         except TimeoutError:
             return f"{state.name}: no answer within {READY_TIMEOUT:.0f} s"
         except OSError as error:
@@ -225,7 +225,7 @@ class Supervisor:
             self._change_event.set()
         if not state.has_report:
             state.is_lost = True
-            _print_line(f"{state.name} is lost: {(await state.process.last_words()).splitlines()[-1]}")
+            _print_line(f"{state.name} is lost: {(await state.process.read_stderr()).splitlines()[-1]}")
         self._change_event.set()
 
     async def _keep_alive(self) -> None:
@@ -291,7 +291,7 @@ class Supervisor:
     def _conclude(self) -> int:
         """Return the exit code; print which ranks reported none, and which processes were killed."""
         records = {int(rank): record for state in self._states for rank, record in state.exit_records.items()}
-        silent = ranks_without_exit_code(records, self._places)
+        silent = ranks_without_exit_code(records, self._rank_nodes)
         for state in self._states:
             if count := state.num_killed:
                 processes = f"process{'es' * (count > 1)}"
@@ -300,14 +300,14 @@ class Supervisor:
             return 128 + self._received_signals[0]
         launcher = self._launcher.returncode
         if silent and (records or launcher == 0):
-            places = {rank: f" on {name}" for rank, name in self._places.items()}
+            places = {rank: f" on {name}" for rank, name in self._rank_nodes.items()}
             names = ", ".join(f"{rank}{places.get(rank, '')}" for rank in silent)
             _print_line(f"ended without an exit code, most likely killed: rank {names}")
         for state in self._states:
             if (count := state.num_kernel_kills) and (silent or not records):
                 killed = f"the kernel killed {count} process{'es' * (count > 1)} for memory"
-                _print_line(f"{state.name}: {killed}; {ADVICE}, or start fewer ranks there")
-        code = choose_exit_code(records, self._places, launcher or 0)
+                _print_line(f"{state.name}: {killed}; {MEMORY_ADVICE}, or start fewer ranks on it")
+        code = choose_exit_code(records, self._rank_nodes, launcher or 0)
         return 1 if code == 0 and self._has_lost_node() else code
 
     def _kill_launcher(self) -> None:

@@ -1,7 +1,7 @@
 """Implements launch/torchrun.sh: `python -m pipeline.distributed.launch.torchrun ...`.
 
 It adds the options that a run over several machines needs, checks the recipe, and replaces its process with
-torchrun. The check comes first because torchrun would restart a run with a wrong recipe again and again.
+torchrun. The check comes first because torchrun would restart a run with a wrong recipe repeatedly.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pipeline.distributed.ranks import is_port
 from pipeline.distributed.waiting import TimedWait, find_own_address, wait_for_port
 from pipeline.errors import LaunchError, report_errors
 
-DEFAULT_RESTARTS = 3
-JOIN_TIMEOUT = 600.0  # seconds; torchrun's default
-POSITIVE_NUMBER = "[1-9][0-9]{0,8}"
-MAX_PLANS = 8  # most numbers of machines to plan for; each takes up to a second
+DEFAULT_MAX_RESTARTS = 3  # if the number of machines may change; torchrun's default is 0
+DEFAULT_JOIN_SECONDS = 600.0  # torchrun's default for join_timeout
+POSITIVE_NUMBER_PATTERN = "[1-9][0-9]{0,8}"
+MAX_PLANS = 8  # numbers of machines for which check_node_counts plans the run; each takes up to a second
 
 
 def build_command(argv: Sequence[str]) -> list[str]:
-    """Return the command line of torchrun.
+    """Return the command line of torchrun, with the options that the user has left out.
 
     Args:
         argv: Options of torchrun, then arguments of train.py.
@@ -36,31 +36,33 @@ def build_command(argv: Sequence[str]) -> list[str]:
         LaunchError: Several machines have no rendezvous endpoint, or the value of an option is invalid.
     """
     options, arguments = split_arguments(argv)
-    given = _parse_options(options)
-    _check_values(given)
-    nodes = given.get("nnodes", "1")
-    added = [] if "nproc_per_node" in given else [f"--nproc-per-node={count_gpus(os.environ) or 1}"]
+    parsed = _parse_options(options)
+    _check_values(parsed)
+    nodes = parsed.get("nnodes", "1")
+    added = []
+    if "nproc_per_node" not in parsed:
+        added.append(f"--nproc-per-node={count_gpus(os.environ) or 1}")
     if nodes in ("1", "1:1"):
-        if not {"rdzv_endpoint", "master_port", "standalone"} & set(given):
-            added.append("--standalone")  # a free port
-    elif "rdzv_endpoint" in given:
-        if "rdzv_backend" not in given:
+        if not {"rdzv_endpoint", "master_port", "standalone"} & set(parsed):
+            added.append("--standalone")  # torchrun then takes a free port
+    elif "rdzv_endpoint" in parsed:
+        if "rdzv_backend" not in parsed:
             added.append("--rdzv-backend=c10d")
-        if "rdzv_id" not in given:
+        if "rdzv_id" not in parsed:
             added.append("--rdzv-id=pipeline")
-    elif "master_addr" not in given:
+    elif "master_addr" not in parsed:
         raise LaunchError(
             f"--nnodes {nodes}: --rdzv-endpoint is missing; give --rdzv-endpoint HOST:PORT of one of the "
             "machines, the same on all of them"
         )
-    if ":" in nodes and "max_restarts" not in given:
-        added.append(f"--max-restarts={DEFAULT_RESTARTS}")
+    if ":" in nodes and "max_restarts" not in parsed:
+        added.append(f"--max-restarts={DEFAULT_MAX_RESTARTS}")
     return [find_program("torchrun"), *added, *options, str(TRAIN), *arguments]
 
 
 def _is_range(nodes: str) -> bool:
     """Return whether a text is N, or MIN:MAX with MIN not above MAX."""
-    if re.fullmatch(f"{POSITIVE_NUMBER}(:{POSITIVE_NUMBER})?", nodes) is None:
+    if re.fullmatch(f"{POSITIVE_NUMBER_PATTERN}(:{POSITIVE_NUMBER_PATTERN})?", nodes) is None:
         return False
     lowest, _, highest = nodes.partition(":")
     return int(lowest) <= int(highest or lowest)
@@ -72,10 +74,10 @@ def _is_endpoint(text: str) -> bool:
     return host != "" and is_port(port)
 
 
-RULES: dict[str, tuple[Callable[[str], object], str]] = {
+OPTION_RULES: dict[str, tuple[Callable[[str], object], str]] = {
     "nnodes": (_is_range, "give N, or MIN:MAX such as 3:4"),
     "nproc_per_node": (
-        re.compile(f"auto|cpu|gpu|xpu|{POSITIVE_NUMBER}").fullmatch,
+        re.compile(f"auto|cpu|gpu|xpu|{POSITIVE_NUMBER_PATTERN}").fullmatch,
         "give the number of ranks on this machine, 1 or more",
     ),
     "max_restarts": (re.compile("[0-9]{1,9}").fullmatch, "give 0 or more"),
@@ -83,17 +85,24 @@ RULES: dict[str, tuple[Callable[[str], object], str]] = {
     "rdzv_endpoint": (_is_endpoint, "give HOST:PORT of one of the machines, with a port from 1 to 65535"),
     "master_port": (is_port, "give a port from 1 to 65535"),
 }
-"""Option -> function that tells whether a value is valid, and the advice if it is not.
+"""Option -> function whose result is true for a valid value, and the advice for an invalid value.
 
-torchrun answers an invalid value with a traceback.
+torchrun itself ends with a traceback at an invalid value.
 """
 
 
-def _check_values(given: Mapping[str, str]) -> None:
-    """Raise a `LaunchError` if the value of an option breaks its rule."""
-    for name, (is_valid, advice) in RULES.items():
-        if name in given and not is_valid(given[name]):
-            raise LaunchError(f"--{name.replace('_', '-')} {given[name]}: {advice}")
+def _check_values(values: Mapping[str, str]) -> None:
+    """Check the values of the options by OPTION_RULES.
+
+    Args:
+        values: Result of `_parse_options`.
+
+    Raises:
+        LaunchError: A value breaks the rule of its option.
+    """
+    for name, (is_valid, advice) in OPTION_RULES.items():
+        if name in values and not is_valid(values[name]):
+            raise LaunchError(f"--{name.replace('_', '-')} {values[name]}: {advice}")
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
@@ -106,7 +115,7 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
 
 
 def wait_for_others(words: Sequence[str]) -> None:
-    """Wait until the rendezvous endpoint can be reached.
+    """Wait until the rendezvous endpoint can be reached. Does nothing on the machine that serves it.
 
     torchrun itself would print nothing while it waits, and end with a traceback.
 
@@ -116,51 +125,53 @@ def wait_for_others(words: Sequence[str]) -> None:
     Raises:
         LaunchError: The endpoint cannot be reached within torchrun's `join_timeout`.
     """
-    given = _parse_options(words[1 : words.index(str(TRAIN))])
-    if "rdzv_endpoint" in given:
-        if given.get("rdzv_backend") != "c10d" or "is_host" in given.get("rdzv_conf", ""):
+    parsed = _parse_options(words[1 : words.index(str(TRAIN))])
+    rendezvous_options = parsed.get("rdzv_conf", "")
+    if "rdzv_endpoint" in parsed:
+        if parsed.get("rdzv_backend") != "c10d" or "is_host" in rendezvous_options:
             return
-        host, port = split_endpoint(given["rdzv_endpoint"])
-    elif "master_addr" in given and given.get("node_rank", "0") != "0":
-        host = given["master_addr"]
-        port = given.get("master_port", "29500")
+        host, port = split_endpoint(parsed["rdzv_endpoint"])
+    elif "master_addr" in parsed and parsed.get("node_rank", "0") != "0":
+        host = parsed["master_addr"]
+        port = parsed.get("master_port", "29500")
     else:
         return
-    match = re.search(r"join_timeout=([0-9]+)", given.get("rdzv_conf", ""))
-    wait = TimedWait(float(match[1]) if match else JOIN_TIMEOUT, "--rdzv-conf=join_timeout=...")
+    match = re.search(r"join_timeout=([0-9]+)", rendezvous_options)
+    wait = TimedWait(float(match[1]) if match else DEFAULT_JOIN_SECONDS, "--rdzv-conf=join_timeout=...")
     problem = f"{platform.node()} does not reach the rendezvous endpoint"
     wait_for_port(host, int(port), problem, wait, is_own_host=lambda: find_own_address(host) is not None)
 
 
 def _parse_options(options: Sequence[str]) -> dict[str, str]:
-    """Return the value of each option, with underscores in the names as torchrun spells them.
+    """Return the value of each option; dashes in the names of the options become underscores.
 
-    A flag has no value, so its value in the result has no meaning.
+    A flag (--standalone) has no value, so its value in the result has no meaning.
     """
     values = {}
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, next_word in zip(options, [*options[1:], ""], strict=True):
         if option.startswith("--"):
             name, equals, value = option[2:].partition("=")
-            values[name.replace("-", "_")] = value if equals else following
+            values[name.replace("-", "_")] = value if equals else next_word
     return values
 
 
 def check_node_counts(words: Sequence[str]) -> int:
-    """Plan the run (train.py --dry-run) for every number of machines that it may have.
+    """Plan the run (train.py --dry-run) for the numbers of machines that it may have.
 
     A problem with the highest number of machines ends the launch. A problem with a lower number is only
-    printed, because the run would end there after the loss of a machine.
+    printed: the run can start, but could not continue if it lost so many machines. Of a long range only the
+    MAX_PLANS highest numbers are planned.
 
     Args:
         words: Command line of torchrun.
 
     Returns:
-        Exit code of the plan for the highest number of machines; 2 for bad input.
+        Exit code of the plan for the highest number of machines: 0 if the run can start, 2 for bad input.
     """
     train_position = words.index(str(TRAIN))
-    given = _parse_options(words[1:train_position])
-    lowest, _, highest = given.get("nnodes", "1").partition(":")
-    ranks_per_node = given["nproc_per_node"]
+    parsed = _parse_options(words[1:train_position])
+    lowest, _, highest = parsed.get("nnodes", "1").partition(":")
+    ranks_per_node = parsed["nproc_per_node"]
     if not (ranks_per_node + lowest + highest).isdecimal():
         return 0  # with `gpu` or `auto` torchrun itself counts the devices
     rank_variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -169,13 +180,13 @@ def check_node_counts(words: Sequence[str]) -> int:
     for num_nodes in node_counts[:MAX_PLANS]:
         world_size = str(num_nodes * int(ranks_per_node))
         command = [sys.executable, *words[train_position:], "--dry-run", "--world-size", world_size]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        if done.returncode == 0:
+        plan = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if plan.returncode == 0:
             continue
-        problem = done.stderr.strip()
+        problem = plan.stderr.strip()
         if num_nodes == node_counts[0]:
             print(problem, file=sys.stderr, flush=True)
-            return done.returncode
+            return plan.returncode
         reason = problem.removeprefix("error: ")
         line = f"with {num_nodes} of {node_counts[0]} machines the run could not continue: {reason}"
         print(line, file=sys.stderr, flush=True)
@@ -192,8 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(argv: Sequence[str]) -> int:
+    """Check the command line and the recipe, wait for the endpoint, and replace this process with torchrun."""
     words = build_command(argv)
-    if code := check_node_counts(words):
+    code = check_node_counts(words)
+    if code:
         return code
     try:
         wait_for_others(words)

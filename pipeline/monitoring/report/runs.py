@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.loading import read_yaml
 from pipeline.config.schema import EvalConfig
-from pipeline.distributed.diagnosis import NEARLY_FULL, RankProcess
+from pipeline.distributed.diagnosis import NEARLY_FULL_SHARE, RankProcess
 from pipeline.distributed.machine import machine_id, read_kernel_kills, read_memory_usage
 from pipeline.errors import ConfigError, PipelineError, escape_unprintable, format_names
 from pipeline.files import (
@@ -560,7 +560,7 @@ def explain_kill(directory: Path, peak_gib: float) -> str:
             resident = peak_gib * GIB
             cause = "most likely killed for memory"
         num_ranks = sum(rank.machine == suspect.machine for rank in everyone)
-        if killed or num_ranks * resident > NEARLY_FULL * limit:
+        if killed or num_ranks * resident > NEARLY_FULL_SHARE * limit:
             plural = "s" if num_ranks > 1 else ""
             memory = f"{num_ranks} rank{plural} on its machine x {format_bytes(resident)}"
             return f"{cause}: {memory}, and {content['whose']} {format_bytes(limit)}"

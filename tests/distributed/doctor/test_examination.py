@@ -13,18 +13,18 @@ import pytest
 from support.launch import ROOT
 
 from pipeline.__main__ import main
-from pipeline.distributed.doctor.all_reduce import MODULE, _transfer
+from pipeline.distributed.doctor.all_reduce import RANK_MODULE, _transfer
 from pipeline.distributed.doctor.examination import (
     PROBE,
     ExaminationSettings,
     check_clocks,
+    describe_missing_answer,
     examine,
-    explain_silence,
     is_slurm_task,
     read_slots,
     restrict_to_this_machine,
 )
-from pipeline.distributed.doctor.node import SilentError, ask, ask_all, clock_offset
+from pipeline.distributed.doctor.node import NoAnswerError, ask, ask_all, clock_offset
 from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, group_faults, has_failure, print_rows
 from pipeline.distributed.launch import ssh
 from pipeline.distributed.launch.ssh import NO_FOLDER, NO_PYTHON, local_command, ssh_command, start_process
@@ -107,7 +107,7 @@ def test_clocks():
     ],
 )
 def test_a_host_that_does_not_answer(code, said, check, found, fix):
-    row = explain_silence("b", SilentError(code, said))
+    row = describe_missing_answer("b", NoAnswerError(code, said))
     assert (row.check, row.status, row.hosts) == (check, "fail", ("b",))
     assert found in row.found
     assert fix in row.fix
@@ -136,14 +136,14 @@ def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
 
 @pytest.mark.slow
 def test_a_node_that_ends_says_why_and_a_slow_one_is_waited_for_aloud(monkeypatch, capfd):
-    monkeypatch.setattr(ssh, "SAY_AFTER", 0.2)
+    monkeypatch.setattr(ssh, "FIRST_REPORT_SECONDS", 0.2)
     step = """echo '{"pipeline": {"step": "disk, folders"}}'; exec sleep 100"""
 
     async def talk():
         ended = await start_process("a", ["sh", "-c", "echo b: Permission denied >&2; exit 255"])
         slow = await start_process("b", ["sh", "-c", step])
         found = await ask_all([ended, slow], lambda node: ask(node, "time", seconds=1.5))
-        await slow.close(patience=0.1)
+        await slow.close(timeout_seconds=0.1)
         return found
 
     answers, silent = asyncio.run(talk())
@@ -235,7 +235,7 @@ def test_all_reduce_of_one_machine(tmp_path):
     )
     assert not has_failure(rows), rows
     assert [row.found for row in rows if row.check == "all-reduce"] == ["16 MiB over 1 rank"]
-    assert not [p for p in psutil.Process().children(recursive=True) if MODULE in p.cmdline()]
+    assert not [p for p in psutil.Process().children(recursive=True) if RANK_MODULE in p.cmdline()]
     assert not list(tmp_path.iterdir())
 
 

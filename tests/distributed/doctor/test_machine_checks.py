@@ -17,13 +17,13 @@ from pipeline.distributed.doctor.machine_checks import (
     MachineQuestion,
     check_driver,
     read_gpus,
-    read_here,
+    read_source_and_versions,
 )
 from pipeline.distributed.doctor.probe import run_checks
 from pipeline.distributed.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER
 
 GIB = 1 << 30
-HERE = read_here()
+HERE = read_source_and_versions()
 SMI = """#!/bin/sh
 case "$*" in
 *query*)

@@ -129,7 +129,7 @@ def test_a_thousand_hostile_arguments_and_values_arrive_through_a_shell(hostfile
         given = [f"name={start}.{n}" if start < 30 else f"name={value}" for n, value in enumerate(some)]
         shell = {f"WANDB_{n}": value for n, value in enumerate(some)}
         launch = plan_launch([str(hostfile), "--no-doctor", "--", *given], shell)
-        words = launch.command(hostfile, {"address": "10.0.0.1", "port": 3})
+        words = launch.build_command(hostfile, {"address": "10.0.0.1", "port": 3})
         lines.append(" ".join(["printf", r"'%s\0'", *words[words.index(str(TRAIN)) :]]))
         assert bool(launch.arguments) == (start < 30)
         launches.append((launch, given, shell))
@@ -160,14 +160,14 @@ def test_a_thousand_hostile_arguments_and_values_arrive_through_a_shell(hostfile
 )
 def test_what_deepspeed_is_given(hostfile, arguments, expected):
     launch = plan_launch([str(hostfile), "--no-doctor", *arguments, "--deepspeed", "z.json"], {})
-    words = launch.command(hostfile, {"address": "10.0.0.1", "port": 3})
+    words = launch.build_command(hostfile, {"address": "10.0.0.1", "port": 3})
     assert "--force_multi" in words  # else one machine, though remote, means this one
     assert set(expected) <= set(words)
     assert words[words.index(str(TRAIN)) + 1 :][:2] == ["--deepspeed", "z.json"]
     assert any(word.startswith("--include") for word in words) == (expected == ["--include=b:0,2"])
     if "b" in arguments and "--include" in arguments:
-        assert launch.hostfile() == "b slots=4\n"
-        assert launch.places() == dict.fromkeys(range(4), "b")
+        assert launch.format_hostfile() == "b slots=4\n"
+        assert launch.map_ranks_to_nodes() == dict.fromkeys(range(4), "b")
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,11 @@ def test_a_look_misses_no_process_that_is_just_starting(how, most, tmp_path):
     guard = Guard(tmp_path / "environment.json")
     variables = os.environ | {"PIPELINE_ENVIRONMENT": str(guard.path)}
     first = subprocess.Popen([program], env=variables)
-    missed = [look for look in range(100) if not guard.find()]
+    missed = [look for look in range(100) if not guard.find_processes()]
     (tmp_path / "over").touch()
     first.wait()
     guard.kill()
-    assert guard.find() == []
+    assert guard.find_processes() == []
     assert len(missed) <= most
 
 
