@@ -92,9 +92,10 @@ def device_index(ranks: Ranks, num_visible: int, environment: Mapping[str, str])
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     variable = "CUDA_VISIBLE_DEVICES is unset" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
     if num_visible == 0:
+        doctor = format_pipeline_command("doctor")
         raise LaunchError(
             f"DS_ACCELERATOR=cuda, but torch {torch.__version__} sees no GPU ({variable}); unset "
-            f"DS_ACCELERATOR to compute on the CPU, or find the cause with {format_pipeline_command('doctor')}"
+            f"DS_ACCELERATOR to compute on the CPU, or find the cause with {doctor}"
         )
     if num_visible > 1 and ranks.local_rank >= num_visible:
         raise LaunchError(

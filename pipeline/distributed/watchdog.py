@@ -356,7 +356,7 @@ class Heartbeats:
     """Records the heartbeats of the other ranks, and finds ranks that are lost.
 
     Args:
-        rank_processes: All ranks, in order.
+        rank_processes: Processes of all ranks, in the order of the ranks.
         rank: This rank.
     """
 
@@ -451,7 +451,7 @@ class Shutdown:
     Args:
         store: Connection to the job's store.
         heartbeats: Heartbeats of the other ranks.
-        rank_processes: All ranks, in order.
+        rank_processes: Processes of all ranks, in the order of the ranks.
         rank: This rank.
         progress: Activity of the training thread.
     """
@@ -678,7 +678,7 @@ class Watchdog:
 
     Args:
         store: The job's store, to which the watchdog opens its own connection.
-        rank_processes: All ranks, in order.
+        rank_processes: Processes of all ranks, in the order of the ranks.
         rank: This rank.
         progress: Activity of the training thread.
         limits: Limits of time without progress; see Progress.limit.

@@ -12,7 +12,7 @@ from datetime import timedelta
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pipeline.distributed.doctor.node import StepReporter, own_streams, serve
+from pipeline.distributed.doctor.node import StepReporter, reserve_standard_streams, serve
 from pipeline.distributed.doctor.rows import CheckRow
 from pipeline.errors import summarize_error
 from pipeline.files import MIB
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     import torch
 
 RANK_MODULE = "pipeline.distributed.doctor.all_reduce"
+"""Module that the process of each rank runs."""
 RANK_TIMEOUT = 240.0
 """Seconds from the start of a rank's process to the end of its all-reduce."""
 STEPS = ("starting", "loading torch", "joining", "the first all-reduce", "transfers", "the large all-reduce")
 """Steps of a rank, in order; `joining` is the creation of the process group."""
 TRANSFER_BYTES = {"cpu": 16 * MIB, "cuda": 256 * MIB}
-"""Type of device -> bytes of a transfer and of the large all-reduce."""
+"""Type of device -> bytes of one transfer, and of the large all-reduce on each rank."""
 NUM_REPEATS = 3
-"""Measurements of each speed. The fastest counts, since the first one also opens the connection."""
+"""Number of measurements of each speed. The fastest counts, since the first one also opens the connection."""
 SLOW_LINK_SHARE = 1 / 3
 """Share of the usual speed below which a link counts as slow."""
 Rounds = list[list[list[int]]]
-"""Rounds of transfers, each from one rank to another. The transfers of a round run at the same time."""
+"""Rounds of transfers, each a list of sender and receiver. The transfers of a round run at the same time."""
 
 
 @dataclass
@@ -41,7 +42,7 @@ class RankMeasurements:
 
     rank: int
     step: str = STEPS[0]
-    """Last step that the rank began."""
+    """Last step that the rank began, one of STEPS."""
     problem: str = ""
     """Reason of a failure; empty if the rank finished."""
     links: list[list[float]] = field(default_factory=list)
@@ -49,14 +50,14 @@ class RankMeasurements:
     bandwidth: float = 0.0
     """Bus bandwidth of the large all-reduce: 2 (n - 1) / n x size / time, for n ranks."""
     size: int = 0
-    """Bytes of the large all-reduce."""
+    """Bytes of the large all-reduce on each rank; 0 if the rank did not reach it."""
 
 
 def plan_ring_transfers(num_hosts: int) -> Rounds:
-    """Return transfers from each host to the next, as a ring.
+    """Return transfers from each host to the next, as a ring. Sender and receiver are indices of hosts.
 
-    No host takes part twice in a round, so transfers of a round do not slow each other down. An odd number
-    of hosts needs a third round.
+    No host takes part in two transfers of a round, so these do not slow each other down. An odd number of
+    hosts needs a third round.
 
     Args:
         num_hosts: Number of hosts; fewer than two have no transfers.
@@ -65,32 +66,33 @@ def plan_ring_transfers(num_hosts: int) -> Rounds:
         return []
     rounds: Rounds = [[], [], []]
     for host in range(num_hosts):
-        is_last_of_odd = host == num_hosts - 1 and num_hosts % 2
-        rounds[2 if is_last_of_odd else host % 2].append([host, (host + 1) % num_hosts])
-    return [pairs for pairs in rounds if pairs]
+        is_last_of_odd = host == num_hosts - 1 and num_hosts % 2 == 1
+        round_index = 2 if is_last_of_odd else host % 2
+        rounds[round_index].append([host, (host + 1) % num_hosts])
+    return [transfers for transfers in rounds if transfers]
 
 
-def measure_rank(part: Mapping[str, Any], report_step: StepReporter) -> dict[str, Any]:
+def measure_rank(arguments: Mapping[str, Any], report_step: StepReporter) -> dict[str, Any]:
     """Run one rank of the all-reduce.
 
     Args:
-        part: Arguments of `_measure` except for `measured` and `enter`.
+        arguments: Arguments of `_measure` except for `measurements` and `begin_step`.
         report_step: Called with each step as it begins.
 
     Returns:
-        Fields of the rank's RankMeasurements. An error is one of them.
+        Fields of the rank's RankMeasurements. An error is not raised, but is the field `problem`.
     """
-    measured = RankMeasurements(part["rank"])
+    measurements = RankMeasurements(arguments["rank"])
 
-    def enter(step: str) -> None:
-        measured.step = step
+    def begin_step(step: str) -> None:
+        measurements.step = step
         report_step(step)
 
     try:
-        _measure(**part, measured=measured, enter=enter)
+        _measure(**arguments, measurements=measurements, begin_step=begin_step)
     except Exception as error:  # gloo, NCCL and the store raise various types
-        measured.problem = summarize_error(error, 300)
-    return asdict(measured)
+        measurements.problem = summarize_error(error, 300)
+    return asdict(measurements)
 
 
 def _measure(
@@ -101,8 +103,8 @@ def _measure(
     address: str,
     port: int,
     rounds: Rounds,
-    measured: RankMeasurements,
-    enter: StepReporter,
+    measurements: RankMeasurements,
+    begin_step: StepReporter,
 ) -> None:
     """Join the process group, check a sum, and measure transfers and a large all-reduce.
 
@@ -113,51 +115,51 @@ def _measure(
         address: Address of the store, which rank 0 hosts.
         port: Port of the store.
         rounds: Transfers to measure.
-        measured: Measurements, filled as they are made.
-        enter: Called with each step as it begins.
+        measurements: Measurements, filled as they are made.
+        begin_step: Called with each step as it begins.
 
     Raises:
         ValueError: The sum over all ranks is wrong.
     """
-    enter("loading torch")
+    begin_step("loading torch")
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
     torch.set_num_threads(1)
-    enter("joining")
+    begin_step("joining")
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    limit = timedelta(seconds=RANK_TIMEOUT)
-    store = TCPStore(address, port, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+    timeout = timedelta(seconds=RANK_TIMEOUT)
+    store = TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=limit,
+        timeout=timeout,
         device_id=device if on_gpu else None,
     )
-    enter("the first all-reduce")
-    ones = torch.full((1024,), float(rank + 1), device=device)
-    dist.all_reduce(ones)
+    begin_step("the first all-reduce")
+    numbers = torch.full((1024,), float(rank + 1), device=device)
+    dist.all_reduce(numbers)
     expected = world_size * (world_size + 1) / 2
-    if ones.ne(expected).any().item():
-        raise ValueError(f"the sum over all ranks is {ones[0].item():g}, expected {expected:g}")
-    enter("transfers")
-    measured.links = _transfer(rank, rounds, device)
-    enter("the large all-reduce")
-    measured.size = TRANSFER_BYTES[device.type]
-    values = torch.ones(measured.size // 4, device=device)
+    if numbers.ne(expected).any().item():
+        raise ValueError(f"the sum over all ranks is {numbers[0].item():g}, expected {expected:g}")
+    begin_step("transfers")
+    measurements.links = _transfer(rank, rounds, device)
+    begin_step("the large all-reduce")
+    measurements.size = TRANSFER_BYTES[device.type]
+    values = torch.ones(measurements.size // 4, device=device)  # fp32, 4 bytes each
     seconds = []
     for _ in range(NUM_REPEATS):
         dist.barrier()
         started = _now(device)
         dist.all_reduce(values)
         seconds.append(_now(device) - started)
-    measured.bandwidth = 2 * (world_size - 1) / world_size * measured.size / min(seconds)
+    measurements.bandwidth = 2 * (world_size - 1) / world_size * measurements.size / min(seconds)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -174,8 +176,8 @@ def _transfer(rank: int, rounds: Rounds, device: torch.device) -> list[list[floa
     buffer = torch.zeros(TRANSFER_BYTES[device.type], dtype=torch.uint8, device=device)
     request = torch.zeros(1, device=device)
     received: list[list[float]] = []
-    for pairs in rounds:
-        for source, target in pairs:
+    for transfers in rounds:
+        for source, target in transfers:
             if rank == source:
                 for _ in range(NUM_REPEATS):
                     dist.recv(request, target)
@@ -193,7 +195,7 @@ def _transfer(rank: int, rounds: Rounds, device: torch.device) -> list[list[floa
 
 
 def _now(device: torch.device) -> float:
-    """Return the time in seconds, after the device has finished its work."""
+    """Return the host's time in seconds, after synchronizing with the device."""
     import torch
 
     if device.type == "cuda":
@@ -202,14 +204,14 @@ def _now(device: torch.device) -> float:
 
 
 def check_all_reduce(
-    places: Sequence[str], results: Sequence[RankMeasurements], problem: str, has_gpus: bool
+    rank_hosts: Sequence[str], results: Sequence[RankMeasurements], problem: str, has_gpus: bool
 ) -> list[CheckRow]:
     """Return the row of the all-reduce and, if it succeeded between hosts, the row of the links.
 
     Args:
-        places: Host of each rank.
-        results: Measurements of all ranks.
-        problem: Reason why there are no results; empty if there are.
+        rank_hosts: Host of each rank.
+        results: Measurements of all ranks; not used if there is a problem.
+        problem: Reason why measurements are missing; empty if there are all.
         has_gpus: Whether the ranks compute on GPUs.
     """
     variable = "NCCL_DEBUG=INFO" if has_gpus else "TORCH_CPP_LOG_LEVEL=INFO"
@@ -218,41 +220,42 @@ def check_all_reduce(
         return [CheckRow("all-reduce", "fail", problem, fix)]
     failed = [result for result in results if result.problem]
     if failed:
-        # The other ranks wait for the one that is furthest behind, so its problem is the cause.
+        # The other ranks wait for the rank that is furthest behind, so that rank's problem is the cause.
         first = min(failed, key=lambda result: STEPS.index(result.step))
         behind = [result for result in failed if result.step == first.step]
-        hosts = tuple(dict.fromkeys(places[result.rank] for result in behind))
+        hosts = tuple(dict.fromkeys(rank_hosts[result.rank] for result in behind))
         return [CheckRow("all-reduce", "fail", f"stopped at {first.step}: {first.problem}", fix, hosts)]
-    ranks = f"{len(results)} rank{'s' * (len(results) > 1)}"
-    slowest = min(result.bandwidth for result in results)
-    speed = f", {_format_speed(slowest)} per rank" if len(results) > 1 else ""
-    found = f"{min(result.size for result in results) / MIB:.0f} MiB over {ranks}{speed}"
-    return [CheckRow("all-reduce", "ok", found), *_check_links(places, results)]
+    size = min(result.size for result in results)
+    text = f"{size / MIB:.0f} MiB over {len(results)} rank{'s' * (len(results) > 1)}"
+    if len(results) > 1:
+        slowest = min(result.bandwidth for result in results)
+        text += f", {_format_speed(slowest)} per rank"
+    return [CheckRow("all-reduce", "ok", text), *_check_links(rank_hosts, results)]
 
 
-def _check_links(places: Sequence[str], results: Sequence[RankMeasurements]) -> list[CheckRow]:
+def _check_links(rank_hosts: Sequence[str], results: Sequence[RankMeasurements]) -> list[CheckRow]:
     """Compare the speeds of the links between hosts, and name a slow link or a slow host."""
     speeds = {
-        (places[int(source)], places[int(target)]): speed
+        (rank_hosts[int(source)], rank_hosts[int(target)]): speed
         for result in results
         for source, target, speed in result.links
     }
     if not speeds:
         return []
-    # The median of two links would be their mean; compare the slower one with the faster one instead.
+    # The median of two speeds would be their mean. So compare the slower of two links with the faster one.
     usual = median(speeds.values()) if len(speeds) > 2 else max(speeds.values())
-    slow = {pair for pair, speed in speeds.items() if speed < SLOW_LINK_SHARE * usual}
-    (source, target), least = min(speeds.items(), key=lambda item: item[1])
-    found = f"slowest {source} -> {target} {_format_speed(least)}; usual {_format_speed(usual)}"
-    if not slow:
-        return [CheckRow("links", "ok", found)]
+    slow_links = {link for link, speed in speeds.items() if speed < SLOW_LINK_SHARE * usual}
+    (source, target), lowest = min(speeds.items(), key=lambda item: item[1])
+    text = f"slowest {source} -> {target} {_format_speed(lowest)}; usual {_format_speed(usual)}"
+    if not slow_links:
+        return [CheckRow("links", "ok", text)]
     # Every host has two links of the ring. If both are slow, the host is the cause.
-    slow_hosts = [host for host in (source, target) if len({pair for pair in slow if host in pair}) > 1]
+    slow_hosts = [host for host in (source, target) if sum(host in link for link in slow_links) > 1]
     hosts = tuple(slow_hosts or (source, target))
     fix = f"on {', '.join(hosts)} look for other processes (top) and link errors (ip -s link; ethtool)"
     if len(slow_hosts) == 1:
-        found = f"{slow_hosts[0]} is slow: {found}"
-    return [CheckRow("links", "warning", found, fix, hosts)]
+        text = f"{slow_hosts[0]} is slow: {text}"
+    return [CheckRow("links", "warning", text, fix, hosts)]
 
 
 def _format_speed(bytes_per_second: float) -> str:
@@ -260,4 +263,4 @@ def _format_speed(bytes_per_second: float) -> str:
 
 
 if __name__ == "__main__":
-    serve(*own_streams(), {"reduce": measure_rank})
+    serve(*reserve_standard_streams(), {"reduce": measure_rank})

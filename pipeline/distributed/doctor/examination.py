@@ -40,9 +40,9 @@ from pipeline.distributed.doctor.network import (
     list_peers,
     read_network,
 )
-from pipeline.distributed.doctor.node import NoAnswerError, ask, ask_all, clock_offset
+from pipeline.distributed.doctor.node import NoAnswerError, ask, ask_all, measure_clock_offset
 from pipeline.distributed.doctor.probe import answer_questions
-from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, group_faults, merge_texts
+from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, Status, group_faults, merge_texts
 from pipeline.distributed.launch.ssh import (
     MAX_MESSAGE_BYTES,
     NO_FOLDER,
@@ -59,11 +59,11 @@ from pipeline.errors import LaunchError
 
 PROBE = "pipeline.distributed.doctor.probe"
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_EXTENSIONS_DIR")
-"""Prefixes of the variables of this shell that the probes receive, since they change the results."""
+"""Prefixes of the variables of this shell that the probes receive, because they change the results."""
 CLOCK_LIMITS = (2.0, 0.5)
-"""Seconds by which a clock may differ before the check fails, or warns."""
+"""Seconds by which a clock may differ before the check fails, and before it warns."""
 START_CHECKS = {"ssh", "python", "folder"}
-"""Checks that fail if no probe can be started on a host."""
+"""Checks of which one fails if no probe can be started on a host."""
 BLOCKING_CHECKS = START_CHECKS | {
     *("project", "versions", "devices", "driver", "network", "hosts", "names", "ports", "interface")
 }
@@ -87,19 +87,23 @@ class ExaminationSettings:
     force_multi: bool = False
     """Whether the launcher uses ssh even for a single host."""
     is_remote: bool = True
-    """Whether clocks and names are checked, and a fix needs ssh. False for this machine alone."""
+    """Whether to check clocks and names too, and to begin a fix with ssh. False for this machine alone."""
 
 
 def examine(settings: ExaminationSettings) -> list[CheckRow]:
     """Examine all hosts of the job at the same time.
 
     Returns:
-        Rows of all checks: one row for a check that passed, otherwise one for each fault.
+        Rows of all checks: one row for a check that passed, otherwise one for each distinct fault.
+
+    Raises:
+        LaunchError: ssh is not installed on this machine.
     """
     return asyncio.run(_examine(settings))
 
 
 async def _examine(settings: ExaminationSettings) -> list[CheckRow]:
+    """Start a probe on every host, and examine the hosts."""
     nodes = []
     for host in settings.devices:
         command = ssh_command(host, PROBE, Path.cwd()) if settings.is_remote else local_command(PROBE)
@@ -111,6 +115,7 @@ async def _examine(settings: ExaminationSettings) -> list[CheckRow]:
 
 
 async def _examine_nodes(settings: ExaminationSettings, nodes: Sequence[NodeProcess]) -> list[CheckRow]:
+    """Examine the hosts by their probes, and end the probes."""
     try:
         return await _Examination(settings, {node.name: node for node in nodes}).run()
     finally:
@@ -124,9 +129,9 @@ def restrict_to_this_machine(settings: ExaminationSettings) -> ExaminationSettin
 
 @dataclass
 class _Examination:
-    """Runs the phases of an examination, and collects the answers.
+    """Runs the phases of one examination, and collects the answers.
 
-    `answers` and `networks` have the hosts in the job's order, without those that did not answer.
+    `answers` and `networks` are in the job's order, and lack the hosts that did not answer.
     """
 
     settings: ExaminationSettings
@@ -135,20 +140,20 @@ class _Examination:
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Host -> result of Probe.examine."""
     networks: dict[str, Network] = field(default_factory=dict)
-    """Host -> its view of the network. It lacks hosts that could not read theirs."""
+    """Host -> its view of the network. Hosts that could not read it are left out."""
 
     async def run(self) -> list[CheckRow]:
         """Run all phases one after another, and return their rows."""
         settings = self.settings
         questions = {host: asdict(question) for host, question in self._build_questions().items()}
-        self.answers, silent = await self._ask("examine", questions)
-        rows = [describe_missing_answer(host, error) for host, error in silent.items()]
+        self.answers, errors = await self._ask("examine", questions)
+        rows = [describe_missing_answer(host, error) for host, error in errors.items()]
         for host, answer in self.answers.items():
             if answer["network"] is not None:
                 self.networks[host] = Network(**answer["network"])
         rows += self._check_machines()
         if settings.is_remote:
-            offsets, _ = await ask_all([self.nodes[host] for host in self.answers], clock_offset)
+            offsets, _ = await ask_all([self.nodes[host] for host in self.answers], measure_clock_offset)
             rows += check_clocks(offsets)
             rows += self._check_one_remote_host()
             rows += check_names(self.networks)
@@ -161,7 +166,15 @@ class _Examination:
     async def _ask(
         self, method: str, values: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, NoAnswerError]]:
-        """Ask the hosts of `values` the same question, each with its value. See `ask_all`."""
+        """Ask several hosts the same question at the same time.
+
+        Args:
+            method: Name of the question.
+            values: Host -> argument of its question.
+
+        Returns:
+            Host -> its answer, and host -> its error for the hosts that did not answer.
+        """
         nodes = [self.nodes[host] for host in values]
         return await ask_all(nodes, lambda node: ask(node, method, values[node.name]))
 
@@ -170,18 +183,18 @@ class _Examination:
         settings = self.settings
         common = MachineQuestion(
             token=secrets.token_hex(8),
-            name="",
-            names=list(settings.devices),
+            host="",  # set for each host below
+            hosts=list(settings.devices),
             folders=list(settings.folders),
             ops=None if settings.ops is None else [op.label for op in settings.ops],
             environment={
                 name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)
             },
-            here=read_source_and_versions(),
+            launching_machine=read_source_and_versions(),
             is_remote=settings.is_remote,
         )
         return {
-            host: replace(common, name=host, devices=devices) for host, devices in settings.devices.items()
+            host: replace(common, host=host, devices=devices) for host, devices in settings.devices.items()
         }
 
     def _check_machines(self) -> list[CheckRow]:
@@ -190,50 +203,53 @@ class _Examination:
         has_gpus = any(answer["num_gpus"] for answer in self.answers.values())
         for check in (*CHECKS, "network"):
             faults = []
-            fine = {}
+            ok_texts = {}
             for host, answer in self.answers.items():
                 if check not in answer["findings"]:
-                    continue  # the network could be read, and its own checks judge it
+                    continue  # the host could read its network, which check_names and others judge
                 result = CheckResult(**answer["findings"][check])
                 faults += [(host, Fault(**fault)) for fault in result.faults]  # type: ignore[arg-type]
-                fine[host] = result.fine
+                ok_texts[host] = result.ok_text
                 if check == "devices" and has_gpus and not answer["num_gpus"]:
                     fix = f"ssh {HOST} nvidia-smi shows the reason; or exclude the host (--exclude {HOST})"
                     faults.append((host, Fault("fail", "no GPU, although other hosts have GPUs", fix)))
-            if fine:
-                rows += group_faults(check, faults, merge_texts(fine))
+            if ok_texts:
+                rows += group_faults(check, faults, merge_texts(ok_texts))
         return rows
 
     def _check_one_remote_host(self) -> list[CheckRow]:
-        """Report a single host that is not this machine: deepspeed would ignore its name and start here."""
+        """Return a failed row if the only host is another machine than this one.
+
+        deepspeed would ignore the host's name, and start the ranks on this machine.
+        """
         if len(self.settings.devices) != 1 or self.settings.force_multi:
             return []
-        here = read_network([])
+        own_identity = read_network([]).identity
         for host, network in self.networks.items():
-            if network.identity != here.identity:
-                found = f"{host} is the only host, but deepspeed would start its ranks on this machine"
+            if network.identity != own_identity:
+                text = f"{host} is the only host, but deepspeed would start its ranks on this machine"
                 fix = f"add --force_multi, or start on {host}"
-                return [CheckRow("hosts", "fail", found, fix, (host,))]
+                return [CheckRow("hosts", "fail", text, fix, (host,))]
         return []
 
     async def _connect(self) -> list[CheckRow]:
         """Let all hosts connect to each other, and return the rows of ports, interfaces and run folders."""
         peers = {host: list_peers(host, self.networks) for host in self.networks}
-        answers, silent = await self._ask("connect", peers)
+        answers, errors = await self._ask("connect", peers)
         rows = [
             CheckRow("ports", "fail", error.reason, f"check that {host} is still up: ping {host}", (host,))
-            for host, error in silent.items()
+            for host, error in errors.items()
         ]
         if len(answers) < 2:
             return rows
         links = {host: [Link(**link) for link in answer["links"]] for host, answer in answers.items()}
-        sees = {
-            host: answer["sees"]
+        visible_hosts = {
+            host: answer["visible_hosts"]
             for host, answer in answers.items()
             if not self.answers[host]["findings"]["folders"]["faults"]
         }
         rows += check_ports(self.networks, links) + check_interfaces(self.networks, links)
-        return rows + check_sharing(sees, self.settings.folders[0])
+        return rows + check_sharing(visible_hosts, self.settings.folders[0])
 
     async def _all_reduce(self, rows: Sequence[CheckRow]) -> list[CheckRow]:
         """Run the all-reduce over all ranks of the job, and return its rows.
@@ -247,35 +263,43 @@ class _Examination:
         if blocking:
             fix = f"repair these first: {', '.join(blocking)}"
             return [CheckRow("all-reduce", "warning", "skipped", fix)]
-        devices = {host: self._list_devices(host) for host in self.answers}
-        places = [host for host, of_host in devices.items() for _ in of_host]
-        first_ranks = [places.index(host) for host in devices]
+        gpus = {host: self._list_gpus(host) for host in self.answers}
+        rank_hosts = [host for host, host_gpus in gpus.items() for _ in host_gpus]
+        # The first rank of each host measures the links of its host.
+        first_ranks = [rank_hosts.index(host) for host in gpus]
         rounds = [
-            [[first_ranks[source], first_ranks[target]] for source, target in pairs]
-            for pairs in plan_ring_transfers(len(devices))
+            [[first_ranks[source], first_ranks[target]] for source, target in transfers]
+            for transfers in plan_ring_transfers(len(gpus))
         ]
-        master = places[0]
-        address = (choose_address(master, self.networks) if len(devices) > 1 else None) or "127.0.0.1"
-        has_gpus = devices[master] != [None]
+        master = rank_hosts[0]
+        address = choose_address(master, self.networks) if len(gpus) > 1 else None
+        has_gpus = gpus[master] != [None]
         try:
             port = await ask(self.nodes[master], "free port")
         except NoAnswerError as error:
-            return check_all_reduce(places, [], f"{master}: {error.reason}", has_gpus)
-        common = {"world_size": len(places), "address": address, "port": port, "rounds": rounds}
-        rank = count()
-        parts = {
-            host: [common | {"rank": next(rank), "gpu": gpu} for gpu in of_host]
-            for host, of_host in devices.items()
+            return check_all_reduce(rank_hosts, [], f"{master}: {error.reason}", has_gpus)
+        common = {
+            "world_size": len(rank_hosts),
+            "address": address or "127.0.0.1",
+            "port": port,
+            "rounds": rounds,
         }
-        answers, silent = await self._ask("reduce", parts)
-        results = [RankMeasurements(**measured) for answer in answers.values() for measured in answer]
-        problem = "; ".join(f"{host}: {error.reason}" for host, error in silent.items())
-        return check_all_reduce(places, results, problem, has_gpus)
+        rank = count()
+        arguments = {
+            host: [common | {"rank": next(rank), "gpu": gpu} for gpu in host_gpus]
+            for host, host_gpus in gpus.items()
+        }
+        answers, errors = await self._ask("reduce", arguments)
+        results = [RankMeasurements(**fields) for answer in answers.values() for fields in answer]
+        problem = "; ".join(f"{host}: {error.reason}" for host, error in errors.items())
+        return check_all_reduce(rank_hosts, results, problem, has_gpus)
 
-    def _list_devices(self, host: str) -> list[int] | list[None]:
+    def _list_gpus(self, host: str) -> list[int] | list[None]:
         """Return the GPU of each rank of a host; a host without GPUs has one rank, whose GPU is `None`."""
         num_gpus = self.answers[host]["num_gpus"]
-        return list(self.settings.devices[host] or range(num_gpus)) if num_gpus else [None]
+        if not num_gpus:
+            return [None]
+        return list(self.settings.devices[host] or range(num_gpus))
 
 
 SSH_FAULTS = {
@@ -292,7 +316,7 @@ SSH_FAULTS = {
     "timed out": ("does not answer", "check that {host} is up (ping {host}) and lets port 22 through"),
     "No route to host": ("no route to this host", "check that {host} is up and on this network: ping {host}"),
 }
-"""Words in the output of ssh -> the fault, and its fix."""
+"""Words in the output of ssh -> description of the fault, and its fix."""
 
 
 def describe_missing_answer(host: str, error: NoAnswerError) -> CheckRow:
@@ -302,24 +326,24 @@ def describe_missing_answer(host: str, error: NoAnswerError) -> CheckRow:
     python = sys.executable
     check = "ssh" if error.code in (None, 255) else "python"  # 255 is ssh's own exit code
     last_line = (output.splitlines() or ["no output"])[-1]
-    found = last_line if error.code is None else f"exit code {error.code}: {last_line}"
+    text = last_line if error.code is None else f"exit code {error.code}: {last_line}"
     fix = f"run this command by hand: ssh {host} {python} -c pass"
-    for words, (known_fault, known_fix) in SSH_FAULTS.items():
+    for words, (ssh_fault, ssh_fix) in SSH_FAULTS.items():
         if words in output:
-            found = known_fault
-            fix = known_fix.format(host=host)
+            text = ssh_fault
+            fix = ssh_fix.format(host=host)
     if error.code == NO_FOLDER:
         check = "folder"
-        found = f"no folder {folder}"
+        text = f"no folder {folder}"
         fix = f"copy it: rsync -a {folder}/ {host}:{folder}/"
     elif error.code == NO_PYTHON:
-        found = f"no program {python}"
+        text = f"no program {python}"
         fix = f"create the same environment on {host}, at the same path"
     elif "No module named " in output:
         package = output.rpartition("named ")[2].splitlines()[0]
-        found = f"{python} lacks a package of the project: {package}"
+        text = f"{python} lacks a package of the project: {package}"
         fix = f"ssh {host} 'cd {folder} && {python} -m pip install -e .'"
-    return CheckRow(check, "fail", found, fix, (host,))
+    return CheckRow(check, "fail", text, fix, (host,))
 
 
 def check_clocks(offsets: Mapping[str, float]) -> list[CheckRow]:
@@ -332,9 +356,10 @@ def check_clocks(offsets: Mapping[str, float]) -> list[CheckRow]:
     for host, offset in offsets.items():
         if abs(offset) > CLOCK_LIMITS[1]:
             direction = "ahead of" if offset > 0 else "behind"
-            found = f"{abs(offset):.1f} s {direction} the launching machine's clock"
+            description = f"{abs(offset):.1f} s {direction} the launching machine's clock"
             fix = f"ssh {HOST} timedatectl set-ntp true (or chronyc makestep)"
-            faults.append((host, Fault("fail" if abs(offset) > CLOCK_LIMITS[0] else "warning", found, fix)))
+            status: Status = "fail" if abs(offset) > CLOCK_LIMITS[0] else "warning"
+            faults.append((host, Fault(status, description, fix)))
     largest = max(map(abs, offsets.values()), default=0.0)
     return group_faults("clock", faults, f"within {max(largest, 0.001):.3f} s")
 
@@ -347,15 +372,15 @@ def is_slurm_task(environment: Mapping[str, str]) -> bool:
 def examine_step(environment: Mapping[str, str], settings: ExaminationSettings) -> list[CheckRow] | None:
     """Examine the machines of a Slurm step. Every task of srun calls this.
 
-    Task 0 examines the machines of all tasks. The first task of every other machine answers its questions,
-    and its process ends when there are no more.
+    Task 0 examines the machines of all tasks. The first task of every other machine answers the questions of
+    task 0. This function does not return there: the process ends when task 0 is done.
 
     Args:
         environment: Variables that srun has set.
         settings: Facts about the run; the hosts are replaced by those of the step.
 
     Returns:
-        Rows on task 0; `None` on a further task of a machine, which has nothing to do.
+        Rows of all checks on task 0; `None` on the second and further tasks of a machine, which do nothing.
 
     Raises:
         LaunchError: Task 0 cannot be reached.
@@ -390,10 +415,12 @@ async def _examine_tasks(
         port: Port to which the other tasks connect.
         key: Text that every task of this step sends in its greeting.
     """
+    # Number of each machine in the step -> its probe, and the devices of its ranks.
     connected = {0: (await start_process(name, local_command(PROBE)), slots)}
     are_all_connected = asyncio.Event()
 
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept_task(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read the greeting of a task, and add its machine to `connected`; else close the connection."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not a task of this step
             greeting = json.loads(await reader.readline())
             if greeting["key"] == key:
@@ -405,24 +432,24 @@ async def _examine_tasks(
         writer.close()
 
     if num_nodes > 1:
-        server = await asyncio.start_server(greet, port=port, limit=MAX_MESSAGE_BYTES)
+        server = await asyncio.start_server(accept_task, port=port, limit=MAX_MESSAGE_BYTES)
         waiting = asyncio.create_task(asyncio.wait_for(are_all_connected.wait(), TASKS_TIMEOUT))
         await wait_and_report({"": waiting}, lambda _: f"{num_nodes - len(connected)} of {num_nodes} hosts")
         waiting.exception()  # mark a timeout as handled: a row below reports the missing hosts
         server.close()
     tasks = [task for _, task in sorted(connected.items())]
-    devices = {node.name: slots for node, slots in tasks}
+    devices = {node.name: node_slots for node, node_slots in tasks}
     rows = await _examine_nodes(replace(settings, devices=devices), [node for node, _ in tasks])
     num_missing = num_nodes - len(tasks)
     if num_missing:
-        found = f"{num_missing} of the {num_nodes} hosts of the step did not connect to {name}:{port}"
+        text = f"{num_missing} of the {num_nodes} hosts of the step did not connect to {name}:{port}"
         fix = f"allow TCP between the hosts; these connected: {', '.join(devices)}"
-        rows.insert(0, CheckRow("hosts", "fail", found, fix))
+        rows.insert(0, CheckRow("hosts", "fail", text, fix))
     return rows
 
 
 def _answer_task_0(first: str, port: int, greeting: Mapping[str, Any]) -> None:
-    """Connect to task 0, send the greeting, and answer the doctor's questions until the process ends.
+    """Connect to task 0, send the greeting, and answer the doctor's questions; does not return.
 
     Args:
         first: Host of task 0.
@@ -430,7 +457,7 @@ def _answer_task_0(first: str, port: int, greeting: Mapping[str, Any]) -> None:
         greeting: Number, name and slots of this machine, and the key of the step.
 
     Raises:
-        LaunchError: Task 0 cannot be reached within TASKS_LIMIT.
+        LaunchError: Task 0 cannot be reached within TASKS_TIMEOUT seconds.
     """
     deadline = time.monotonic() + TASKS_TIMEOUT
     while True:
@@ -452,8 +479,11 @@ def _answer_task_0(first: str, port: int, greeting: Mapping[str, Any]) -> None:
 def read_slots(environment: Mapping[str, str]) -> list[int] | None:
     """Return the devices of this machine's ranks, one per task; `None` for all devices that are visible.
 
-    It is `None` if the machine has a single task, which starts all ranks itself. It is also `None` if Slurm
-    gives each task its own devices, since this task cannot see those of the others.
+    The result is `None` if the machine has a single task, because that task starts all ranks itself. It is
+    also `None` if Slurm gives each task its own devices, because this task does not see those of the others.
+
+    Args:
+        environment: Variables that srun has set.
     """
     if "CUDA_VISIBLE_DEVICES" in environment:
         return None

@@ -1,6 +1,6 @@
-"""Checks that run on each machine of a job; the table is CHECKS. Imports no torch.
+"""Checks that run on each machine of a job; CHECKS lists them. Imports no torch.
 
-A check reads the state of its machine, judges it there, and returns a CheckResult with its faults.
+A check runs on the machine that it checks. It returns a CheckResult, with the faults of this machine.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ PROJECT = Path(__file__).parents[3]
 SOURCES = {"pipeline": {".py"}, "launch": {".py", ".sh", ".yaml"}, "ds_configs": {".json"}}
 """Folder of the project -> endings of the source files that must be equal on all machines."""
 MUST_AGREE = ("torch", "CUDA", "ROCm", "NCCL", "deepspeed")
-"""Packages whose versions must be equal on all machines. Other versions that differ are warnings."""
+"""Packages whose versions must be equal on all machines. Other different versions are only warnings."""
 TOOL_TIMEOUT = 60
-"""Seconds for nvidia-smi and other programs. Without persistence mode, eight GPUs take ten seconds."""
+"""Seconds that nvidia-smi and other programs may take. Without persistence mode, eight GPUs take ten."""
 RANK_MEMORY_LIMITS = (1 * GIB, 2 * GIB)
 """Free bytes per rank below which a check fails, or warns. torch and DeepSpeed alone take about 1 GiB."""
 DISK_LIMITS = (1 * GIB, 10 * GIB)
 """Free bytes of a folder below which a check fails, or warns."""
 SMALL_DISK_LIMITS = {"/tmp": (GIB // 4, GIB), "/dev/shm": (GIB // 16, GIB)}
-"""Limits like DISK for folders that need less. Containers often have 64 MiB of /dev/shm.
+"""Folder that needs less -> its limits, in place of DISK_LIMITS.
 
-NCCL and the loader's workers exchange data through /dev/shm.
+NCCL and the loader's workers exchange data through /dev/shm, and containers often have only 64 MiB of it.
 """
-OPS = {op.label: op for op in (CPU_ADAM, ASYNC_IO, QUANTIZER)}
+MIN_FREE_FILES = 1000
+"""Number of files that must still fit on a folder's file system."""
+NATIVE_OPS = {op.label: op for op in (CPU_ADAM, ASYNC_IO, QUANTIZER)}
 """Label -> native op."""
 
 
@@ -61,26 +63,29 @@ class MachineQuestion:
     """Question of the doctor to one machine: facts about the job, and the values to compare with."""
 
     token: str
-    """Secret of this examination. An answer that contains it comes from the doctor's own processes."""
-    name: str
+    """Secret of this examination. A message that contains it comes from the doctor's own processes."""
+    host: str
     """Name of this machine in the job."""
-    names: list[str]
-    """All hosts of the job."""
+    hosts: list[str]
+    """Names of all machines of the job."""
     folders: list[str]
     """Folders that the run writes to. The first is the folder of runs."""
     devices: list[int] | None = None
-    """Devices of the job on this machine; `None` for all."""
+    """Indices of the job's devices on this machine, one for each rank; `None` for all devices."""
     ops: list[str] | None = None
     """Labels of the native ops that the run needs; `None` if no run is known."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that a launch would set."""
-    here: dict[str, str | None] = field(default_factory=dict)
-    """Source and versions on the launching machine (see `read_here`)."""
+    launching_machine: dict[str, str | None] = field(default_factory=dict)
+    """Source and versions on the launching machine, which are expected on this machine too.
+
+    See `read_source_and_versions`.
+    """
     is_remote: bool = True
     """Whether the launching machine reaches this one by ssh."""
 
-    def on_host(self, command: str) -> str:
-        """Return the command line that runs a command on this machine, typed where the doctor was started."""
+    def format_command(self, command: str) -> str:
+        """Return the line that a user types on the launching machine to run a command on this machine."""
         return f"ssh {HOST} {command}" if self.is_remote else command
 
 
@@ -88,10 +93,10 @@ class MachineQuestion:
 class CheckResult:
     """Result of one check on one machine."""
 
-    fine: str
-    """Text of the row if there is no fault."""
+    ok_text: str
+    """Text of the check's row in the table if no machine has a fault."""
     faults: list[Fault]
-    """Faults that the check found; empty if it passed."""
+    """Faults of this machine; empty if it passed."""
 
 
 def run_tool(*command: str) -> tuple[int | None, str]:
@@ -100,7 +105,7 @@ def run_tool(*command: str) -> tuple[int | None, str]:
     The exit code is `None` if the program is not installed. The output joins standard output and error.
 
     Raises:
-        subprocess.TimeoutExpired: The program did not end within TOOL_LIMIT.
+        subprocess.TimeoutExpired: The program did not end within TOOL_TIMEOUT.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT, check=False)
@@ -110,7 +115,7 @@ def run_tool(*command: str) -> tuple[int | None, str]:
 
 
 def read_source_and_versions() -> dict[str, str | None]:
-    """Return the commit, a digest of the source files, and the versions of this machine.
+    """Return the `commit` of this machine, the `digest` of its source files, and its versions by name.
 
     The commit is `None` without git. For the versions see `read_versions`.
     """
@@ -126,7 +131,7 @@ def read_source_and_versions() -> dict[str, str | None]:
 
 
 def read_versions() -> dict[str, str | None]:
-    """Return the version of each package; `None` if it is not installed, or torch is built without it."""
+    """Return package -> version; `None` if it is not installed, or if torch is built without it."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     torch_version: dict[str, Any] = {}
     spec = util.find_spec("torch")
@@ -136,16 +141,16 @@ def read_versions() -> dict[str, str | None]:
             torch_version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     for name, key in {"torch": "__version__", "CUDA": "cuda", "ROCm": "hip"}.items():
         versions[name] = torch_version.get(key)
-    packages = {
+    distributions = {  # names under which pip may have installed a package
         "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
         "deepspeed": ("deepspeed",),
         "transformers": ("transformers",),
     }
-    for name, candidates in packages.items():
+    for name, candidates in distributions.items():
         versions[name] = None
-        for package in candidates:
+        for distribution in candidates:
             with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[name] = metadata.version(package)
+                versions[name] = metadata.version(distribution)
                 break
     return versions
 
@@ -154,16 +159,16 @@ def check_project(question: MachineQuestion) -> CheckResult:
     """Compare this machine's source files with those of the launching machine."""
     own = read_source_and_versions()
     commit = own["commit"]
-    expected_commit = question.here["commit"]
+    expected_commit = question.launching_machine["commit"]
     faults = []
     fix = f"rsync -a --delete --exclude runs {PROJECT}/ {HOST}:{PROJECT}/"
-    if commit != expected_commit and None not in (commit, expected_commit):
-        found = f"commit {str(commit)[:10]}, but the launching machine has {str(expected_commit)[:10]}"
-        faults.append(Fault("fail", found, fix))
-    elif own["digest"] != question.here["digest"]:
+    if commit is not None and expected_commit is not None and commit != expected_commit:
+        description = f"commit {commit[:10]}, but the launching machine has {expected_commit[:10]}"
+        faults.append(Fault("fail", description, fix))
+    elif own["digest"] != question.launching_machine["digest"]:
         faults.append(Fault("fail", "source files differ from the launching machine's", fix))
-    fine = f"commit {expected_commit[:10]}" if expected_commit else "same source files"
-    return CheckResult(fine, faults)
+    ok_text = f"commit {expected_commit[:10]}" if expected_commit else "same source files"
+    return CheckResult(ok_text, faults)
 
 
 def check_versions(question: MachineQuestion) -> CheckResult:
@@ -171,8 +176,8 @@ def check_versions(question: MachineQuestion) -> CheckResult:
     own = read_versions()
     faults = []
     for name, version in own.items():
-        expected = question.here[name]
-        install = question.on_host(f"{sys.executable} -m pip install {name.lower()}=={expected}")
+        expected = question.launching_machine[name]
+        install = question.format_command(f"{sys.executable} -m pip install {name.lower()}=={expected}")
         if version is None and name in ("torch", "deepspeed"):
             faults.append(Fault("fail", f"{name} is not installed", install))
         elif version != expected:
@@ -183,17 +188,18 @@ def check_versions(question: MachineQuestion) -> CheckResult:
                 fix = f"create the environment on {HOST} with Python {expected}"
             elif name in ("CUDA", "ROCm", "NCCL"):
                 fix = f"install the same torch on {HOST}, with its dependencies"
-            found = f"{name} {version}, but the launching machine has {expected}"
-            faults.append(Fault("fail" if is_serious else "warning", found, fix))
-    return CheckResult(", ".join(f"{name} {version}" for name, version in own.items() if version), faults)
+            description = f"{name} {version}, but the launching machine has {expected}"
+            faults.append(Fault("fail" if is_serious else "warning", description, fix))
+    ok_text = ", ".join(f"{name} {version}" for name, version in own.items() if version)
+    return CheckResult(ok_text, faults)
 
 
 def read_gpus() -> list[dict[str, str]]:
-    """Return the GPUs that nvidia-smi reports and that CUDA_VISIBLE_DEVICES leaves visible.
+    """Return the GPUs that nvidia-smi reports and that CUDA_VISIBLE_DEVICES leaves visible, in its order.
 
     Returns:
-        For each GPU: `index`, `name`, `total` and `used` memory in MiB, `uuid`, and `errors` (uncorrectable
-        ECC errors). A value that the GPU lacks is `[N/A]`.
+        For each GPU: `index`, `name`, `total` and `used` memory in MiB, `uuid`, and `errors` (number of
+        uncorrectable ECC errors since the driver was loaded). A value that the GPU lacks is `[N/A]`.
     """
     fields = {
         "index": "index",
@@ -213,7 +219,7 @@ def read_gpus() -> list[dict[str, str]]:
     visible_gpus = []
     for word in map(str.strip, visible.split(",")):
         matches = [gpu for gpu in gpus if word and (gpu["index"] == word or gpu["uuid"].startswith(word))]
-        if not matches:  # CUDA ignores everything from the first invalid entry on
+        if not matches:  # CUDA ignores the first invalid entry and all entries after it
             break
         visible_gpus += matches[:1]
     return visible_gpus
@@ -232,27 +238,34 @@ def check_devices(question: MachineQuestion) -> CheckResult:
         return CheckResult(f"{cores} cores", faults)
     faults = []
     if requested and max(requested) >= len(gpus):
-        found = f"device {max(requested)} is requested, but the machine has {len(gpus)} GPUs"
-        faults.append(Fault("fail", found, f"write {HOST} slots={len(gpus)} in the hostfile"))
-    for position in range(len(gpus)) if requested is None else requested:
+        description = f"device {max(requested)} is requested, but the machine has {len(gpus)} GPUs"
+        faults.append(Fault("fail", description, f"write {HOST} slots={len(gpus)} in the hostfile"))
+    positions = range(len(gpus)) if requested is None else requested
+    for position in positions:
         if position < len(gpus):
             faults += _find_gpu_faults(question, gpus[position])
     return CheckResult(f"{len(gpus)} x {gpus[0]['name']}", faults)
 
 
 def _find_gpu_faults(question: MachineQuestion, gpu: dict[str, str]) -> list[Fault]:
+    """Return the faults of one GPU: memory in use, and uncorrectable ECC errors.
+
+    Args:
+        question: Question of the doctor.
+        gpu: Values of the GPU from `read_gpus`.
+    """
     faults = []
     # A GPU that shares the processor's memory reports `[N/A]`.
     used, total = (int(gpu[name]) << 20 if gpu[name].isdigit() else 0 for name in ("used", "total"))
     if used > max(GIB, total // 20):
         status: Status = "fail" if used > total // 2 else "warning"
-        found = f"GPU {gpu['index']}: {format_bytes(used)} of {format_bytes(total)} is in use"
-        fix = question.on_host("nvidia-smi") + " shows the process: end it, or exclude the GPU"
-        faults.append(Fault(status, found, fix))
+        description = f"GPU {gpu['index']}: {format_bytes(used)} of {format_bytes(total)} is in use"
+        fix = question.format_command("nvidia-smi") + " shows the process: end it, or exclude the GPU"
+        faults.append(Fault(status, description, fix))
     if gpu["errors"].isdigit() and int(gpu["errors"]):
-        found = f"GPU {gpu['index']}: {gpu['errors']} uncorrectable ECC errors"
-        reset = question.on_host(f"sudo nvidia-smi --gpu-reset -i {gpu['index']}")
-        faults.append(Fault("warning", found, f"{reset}; if errors return, exclude the GPU"))
+        description = f"GPU {gpu['index']}: {gpu['errors']} uncorrectable ECC errors"
+        reset = question.format_command(f"sudo nvidia-smi --gpu-reset -i {gpu['index']}")
+        faults.append(Fault("warning", description, f"{reset}; if errors return, exclude the GPU"))
     return faults
 
 
@@ -273,8 +286,8 @@ def check_driver(question: MachineQuestion, root: Path = ROOT) -> CheckResult:
         faults.append(Fault("fail", f"nvidia-smi fails: {problem[:150]}", fix))
     versions = read_versions()
     if versions["torch"] is not None:  # check_versions reports a missing torch
-        torch = TorchBuild(versions["torch"], versions["CUDA"], versions["ROCm"])
-        fault = find_gpu_fault(torch, root, newest_cuda[1] if newest_cuda else None)
+        build = TorchBuild(versions["torch"], versions["CUDA"], versions["ROCm"])
+        fault = find_gpu_fault(build, root, newest_cuda[1] if newest_cuda else None)
         if fault is not None:
             prefix = f"on {HOST}: " if question.is_remote else ""
             faults.append(
@@ -283,15 +296,17 @@ def check_driver(question: MachineQuestion, root: Path = ROOT) -> CheckResult:
     _, log = run_tool("dmesg")
     xids = re.findall(r"Xid \(PCI:[\w:.]+\): \d+", log)
     if xids:
-        fix = question.on_host("dmesg") + " | grep Xid; exclude the GPU if it has Xid 48, 79, 94 or 95"
+        fix = question.format_command("dmesg") + " | grep Xid; exclude the GPU if it has Xid 48, 79, 94 or 95"
         faults.append(Fault("warning", f"the kernel log has GPU errors, the last one {xids[-1]}", fix))
     if version is not None:
-        fine = f"NVIDIA {version}"
+        ok_text = f"NVIDIA {version}"
     elif is_reachable(AMD, root):
-        fine = "AMD"
+        ok_text = "AMD"
     else:
-        fine = "NVIDIA" if code == 0 else "no GPU, no driver"
-    return CheckResult(f"{fine}, up to CUDA {newest_cuda[1]}" if newest_cuda else fine, faults)
+        ok_text = "NVIDIA" if code == 0 else "no GPU, no driver"
+    if newest_cuda:
+        ok_text += f", up to CUDA {newest_cuda[1]}"
+    return CheckResult(ok_text, faults)
 
 
 def _judge(value: float, limits: tuple[float, float]) -> Status:
@@ -308,10 +323,10 @@ def check_memory(question: MachineQuestion) -> CheckResult:
     faults = []
     status = _judge(free / ranks, RANK_MEMORY_LIMITS)
     if status != "ok":
-        found = f"{format_bytes(free)} free for {ranks} rank{'s' * (ranks > 1)}"
-        fix = question.on_host("ps -eo rss,user,comm --sort=-rss")
-        fix += " | head shows the largest processes: end them, or raise the job's limit"
-        faults.append(Fault(status, found, fix))
+        description = f"{format_bytes(free)} free for {ranks} rank{'s' * (ranks > 1)}"
+        fix = question.format_command("ps -eo rss,user,comm --sort=-rss")
+        fix += " | head shows the largest processes: end them, or raise the job's memory limit"
+        faults.append(Fault(status, description, fix))
     return CheckResult(f"at least {format_bytes(RANK_MEMORY_LIMITS[1])} free for each rank", faults)
 
 
@@ -331,38 +346,48 @@ def check_disk(question: MachineQuestion) -> CheckResult:
         with contextlib.suppress(FileNotFoundError):
             state = os.statvfs(find_existing_folder(path))
             free = state.f_bavail * state.f_frsize
-            fix = question.on_host(f"df -h {path}") + "; make room, or use another folder"
+            fix = question.format_command(f"df -h {path}") + "; make room, or use another folder"
             if path == "/dev/shm":
-                fix = question.on_host("'mount -o remount,size=16G /dev/shm'") + " (docker: --shm-size=16g)"
+                fix = (
+                    question.format_command("'mount -o remount,size=16G /dev/shm'")
+                    + " (docker: --shm-size=16g)"
+                )
             status = _judge(free, SMALL_DISK_LIMITS.get(path, DISK_LIMITS))
             if status != "ok":
                 faults.append(Fault(status, f"{path}: {format_bytes(free)} free", fix))
-            elif state.f_files and state.f_favail < 1000:
-                fix = question.on_host(f"df -i {path}") + "; delete files, or use another folder"
+            elif state.f_files and state.f_favail < MIN_FREE_FILES:
+                fix = question.format_command(f"df -i {path}") + "; delete files, or use another folder"
                 faults.append(Fault("fail", f"{path}: room for only {state.f_favail} more files", fix))
     return CheckResult(f"enough free in {', '.join(paths)}", faults)
 
 
-def format_marker(question: MachineQuestion, name: str) -> str:
+def format_marker(question: MachineQuestion, host: str) -> str:
     """Return the name of the marker file that a host writes into the folder of runs.
 
-    The other hosts see it if they share the folder.
+    Another host sees this file if both share the folder.
     """
-    return f".doctor-{question.token}-{name}"
+    return f".doctor-{question.token}-{host}"
 
 
 def check_folders(question: MachineQuestion) -> CheckResult:
-    """Check that the run's folders are writable. This host's marker remains in the first one."""
+    """Check that the run's folders are writable, by writing a file into each.
+
+    The file in the first folder is this host's marker, which stays there. Probe.close removes it.
+    """
     faults = []
     for number, path in enumerate(question.folders):
-        name = format_marker(question, question.name) + (f".{number}" if number else "")
+        name = format_marker(question, question.host)
+        if number:
+            name += f".{number}"
         try:
             file = find_existing_folder(path) / name
             file.write_text("created by the doctor of deepspeed-pipeline; may be deleted\n")
             if number:
                 file.unlink()
         except OSError as error:
-            fix = question.on_host(f"ls -ld {path}") + "; give this user write permission, or make room"
+            fix = (
+                question.format_command(f"ls -ld {path}") + "; give this user write permission, or make room"
+            )
             faults.append(Fault("fail", f"{path} cannot be written: {error.strerror or error}", fix))
     return CheckResult("can be written", faults)
 
@@ -381,10 +406,10 @@ def check_native_ops(question: MachineQuestion) -> CheckResult:
     has_nvcc = shutil.which("nvcc", path=str(cuda / "bin")) or shutil.which("nvcc")
     has_ninja = shutil.which("ninja") or Path(sys.executable).with_name("ninja").exists()
     install_ninja = f"{sys.executable} -m pip install ninja"
-    # Name, whether it is found, the ops that need it, and the command that provides it.
+    # Name, whether it is installed, labels of the ops that need it, and the command that provides it.
     requirements = [
-        ("C++ compiler", shutil.which(os.environ.get("CXX", "c++")), OPS, "apt-get install g++"),
-        ("ninja", has_ninja, OPS, install_ninja),
+        ("C++ compiler", shutil.which(os.environ.get("CXX", "c++")), NATIVE_OPS, "apt-get install g++"),
+        ("ninja", has_ninja, NATIVE_OPS, install_ninja),
         ("libaio", any(map(Path.exists, includes)), [ASYNC_IO.label], "apt-get install libaio-dev"),
         (
             "nvcc",
@@ -394,19 +419,18 @@ def check_native_ops(question: MachineQuestion) -> CheckResult:
         ),
     ]
     faults = []
-    for label in [CPU_ADAM.label] if question.ops is None else question.ops:
-        if set(OPS[label].folders) <= built:
+    needed = [CPU_ADAM.label] if question.ops is None else question.ops
+    for label in needed:
+        if set(NATIVE_OPS[label].folders) <= built:
             continue
         # Without CPU Adam a run uses torch's AdamW. Nothing replaces the other ops.
         status: Status = "warning" if label == CPU_ADAM.label else "fail"
-        missing = [
-            (name, fix) for name, is_found, users, fix in requirements if label in users and not is_found
-        ]
-        faults += [
-            Fault(status, f"no {name} for {label}", question.on_host(fix)) for name, fix in missing[:1]
-        ]
-    fine = "the run needs none" if question.ops == [] else "built, or can be built when needed"
-    return CheckResult(fine, faults)
+        for name, is_installed, users, fix in requirements:
+            if label in users and not is_installed:
+                faults.append(Fault(status, f"no {name} for {label}", question.format_command(fix)))
+                break
+    ok_text = "the run needs none" if question.ops == [] else "built, or can be built when needed"
+    return CheckResult(ok_text, faults)
 
 
 CHECKS: dict[str, Callable[[MachineQuestion], CheckResult]] = {
@@ -419,4 +443,4 @@ CHECKS: dict[str, Callable[[MachineQuestion], CheckResult]] = {
     "folders": check_folders,
     "native ops": check_native_ops,
 }
-"""Name of each check in the table -> its function."""
+"""Name of each check, as in the doctor's table -> its function."""

@@ -1,7 +1,7 @@
 """Reads each machine's view of the network, and compares the views of all machines.
 
-`read_network`, `open_greeting_port` and `connect_to` run on every machine. The checks run on the doctor's
-machine and compute only with what these returned.
+`read_network`, `open_greeting_port` and `connect_to` run on every machine. The checks run on the machine
+where the doctor was started, and use only the results of these functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, Status, grou
 from pipeline.distributed.waiting import find_own_address
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds for opening a connection and reading its first line."""
+"""Seconds in which a connection must be open and its first line have arrived."""
 
 
 @dataclass(frozen=True)
@@ -34,39 +34,39 @@ class Network:
     hostname: str
     """Host name that the machine gives itself."""
     boot_id: str
-    """Random number that the kernel drew at this boot; empty if there is none."""
+    """Random id that the kernel drew when the machine was started; empty if there is none."""
     interfaces: dict[str, list[str]]
-    """Interfaces that are up -> their addresses, in the kernel's order."""
-    names: dict[str, list[str]]
-    """Name of each host of the job -> its addresses as resolved here; empty if it does not resolve."""
+    """Name of each interface that is up -> its addresses, in the kernel's order."""
+    resolved_names: dict[str, list[str]]
+    """Name of each host of the job -> addresses to which it resolves here; empty if it does not resolve."""
     own_address: str | None
-    """Address that gloo would use for the host's own name; `None` if no interface has it."""
-    by_ssh: str | None = None
+    """Address to which the host's own name resolves, which gloo would use; `None` if no interface has it."""
+    ssh_address: str | None = None
     """Address of this machine to which ssh connected; `None` without ssh."""
     port: int = 0
-    """Port of this machine's greeting (see `open_greeting_port`)."""
+    """Port of this machine's greeting (see `open_greeting_port`); 0 if there is no greeting."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that choose the interface, as NCCL_SOCKET_IFNAME."""
+    """Variables that choose an interface, such as NCCL_SOCKET_IFNAME, and their values."""
     has_gpus: bool = False
     """Whether NVIDIA's driver is loaded."""
 
     @property
     def addresses(self) -> list[str]:
         """Addresses at which other machines may reach this one: neither loopback nor link-local."""
-        own = [address for addresses in self.interfaces.values() for address in addresses]
+        all_addresses = [address for addresses in self.interfaces.values() for address in addresses]
         return [
             address
-            for address in own
+            for address in all_addresses
             if not is_loopback(address) and not ipaddress.ip_address(address).is_link_local
         ]
 
-    def interface_with(self, address: str | None) -> str | None:
+    def find_interface(self, address: str | None) -> str | None:
         """Return the interface that has an address; `None` if none has it."""
         return next((name for name, addresses in self.interfaces.items() if address in addresses), None)
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Host name and boot id, which are equal for two names of one machine only."""
+        """Host name and boot id, which two hosts have in common only if they are one machine."""
         return self.hostname, self.boot_id
 
 
@@ -77,6 +77,7 @@ class Link:
     name: str
     """Name of the other host."""
     address: str
+    """Address of the other host to which this machine connected."""
     problem: str | None = None
     """Reason of a failure; `None` if the host answered."""
     source: str | None = None
@@ -86,7 +87,7 @@ class Link:
 Networks = Mapping[str, Network]
 """Host -> its network, in the job's order. The first host is the master."""
 Links = Mapping[str, Sequence[Link]]
-"""Host -> its attempts to connect to the others."""
+"""Host -> results of its attempts to connect to the other hosts."""
 
 
 def is_loopback(address: str) -> bool:
@@ -101,7 +102,7 @@ def read_network(names: Sequence[str], port: int = 0) -> Network:
 
     Args:
         names: Names of all hosts of the job.
-        port: Port of this machine's greeting.
+        port: Port of this machine's greeting; 0 if there is no greeting.
     """
     with ThreadPoolExecutor(max_workers=32) as pool:
         addresses = list(pool.map(resolve, names))
@@ -115,14 +116,15 @@ def read_network(names: Sequence[str], port: int = 0) -> Network:
     boot_id = ""
     with contextlib.suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    connection = os.environ.get("SSH_CONNECTION", "").split()  # client, its port, this machine, its port
+    # Address of the ssh client, its port, address of this machine, its port.
+    connection = os.environ.get("SSH_CONNECTION", "").split()
     return Network(
         hostname=socket.gethostname(),
         boot_id=boot_id,
-        interfaces={name: own for name, own in interfaces.items() if own},
-        names=dict(zip(names, addresses, strict=True)),
+        interfaces={name: found for name, found in interfaces.items() if found},
+        resolved_names=dict(zip(names, addresses, strict=True)),
         own_address=find_own_address(socket.gethostname()),
-        by_ssh=connection[2] if len(connection) == 4 else None,
+        ssh_address=connection[2] if len(connection) == 4 else None,
         port=port,
         environment={name: value for name, value in os.environ.items() if name.endswith("_SOCKET_IFNAME")},
         has_gpus=Path("/proc/driver/nvidia/version").exists(),
@@ -139,9 +141,10 @@ def resolve(name: str) -> list[str]:
 
 
 def open_greeting_port(token: str, name: str) -> int:
-    """Open a port that sends this host's greeting over each connection, until the process ends.
+    """Open a port, and start a thread that sends this host's greeting over each connection to it.
 
-    The greeting proves to another host that its connection reached this machine, and no other program.
+    The greeting proves to another host that its connection has reached the doctor on this machine. The port
+    is open until the process ends.
 
     Args:
         token: Secret of the examination.
@@ -182,10 +185,10 @@ def connect_to(
         name, address, port = peer
         source = None
         problem = None
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds  # for the connection and the greeting together
         try:
             with socket.create_connection((address, port), seconds) as connection:
-                source = str(connection.getsockname()[0]).removeprefix("::ffff:")
+                source = str(connection.getsockname()[0]).removeprefix("::ffff:")  # IPv4 in IPv6
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
                 greeting = connection.makefile("rb").readline(1000).decode(errors="replace").strip()
                 if greeting != f"{token} {name}":
@@ -201,32 +204,39 @@ def connect_to(
 
 
 def choose_address(host: str, networks: Networks) -> str | None:
-    """Return the address at which other hosts should reach a host; `None` if it has no usable one.
+    """Return the address at which other hosts should reach a host; `None` if it has no usable address.
 
-    This is the address to which most hosts resolve its name. If no host does, it is the one that ssh
-    connected to, or else its first.
+    This is the address to which most hosts resolve the host's name. If no other host resolves the name to an
+    address of the host, it is the address that ssh connected to, or else the host's first address.
     """
-    own = networks[host].addresses
-    resolved = (network.names.get(host, [])[:1] for other, network in networks.items() if other != host)
-    counts = Counter(address for preferred in resolved for address in preferred if address in own)
-    if counts:
-        return counts.most_common(1)[0][0]
-    by_ssh = networks[host].by_ssh
-    return by_ssh if by_ssh in own else next(iter(own), None)
+    own_addresses = networks[host].addresses
+    preferred = [
+        address
+        for other, network in networks.items()
+        for address in network.resolved_names.get(host, [])[:1]
+        if other != host and address in own_addresses
+    ]
+    if preferred:
+        return Counter(preferred).most_common(1)[0][0]
+    ssh_address = networks[host].ssh_address
+    return ssh_address if ssh_address in own_addresses else next(iter(own_addresses), None)
 
 
-def chosen_interfaces(network: Network) -> dict[str, tuple[str | None, str | None]]:
-    """Return the interfaces that gloo and, on GPUs, NCCL would use.
+def choose_interfaces(network: Network) -> dict[str, tuple[str | None, str | None]]:
+    """Return the interfaces that gloo and, on GPUs, NCCL would choose on a machine.
 
     Returns:
-        Variable that chooses the interface -> its name and its address. A name is `None` if no interface
-        fits; an address is `None` if no interface of that name is up.
+        Variable that sets the interface -> name and address of the interface. The name is `None` if no
+        interface fits; the address is `None` if no interface of that name is up.
     """
     first_address = {name: addresses[0] for name, addresses in network.interfaces.items()}
+    chosen: dict[str, tuple[str | None, str | None]] = {}
     requested = network.environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    own = network.own_address
-    of_gloo = (requested, first_address.get(requested)) if requested else (network.interface_with(own), own)
-    chosen: dict[str, tuple[str | None, str | None]] = {"GLOO_SOCKET_IFNAME": of_gloo}
+    if requested:
+        chosen["GLOO_SOCKET_IFNAME"] = (requested, first_address.get(requested))
+    else:
+        own_address = network.own_address
+        chosen["GLOO_SOCKET_IFNAME"] = (network.find_interface(own_address), own_address)
     if network.has_gpus:
         rule = network.environment.get("NCCL_SOCKET_IFNAME", "")
         fitting = [name for name in first_address if _fits_nccl_rule(name, rule)]
@@ -252,16 +262,18 @@ def _fits_nccl_rule(name: str, rule: str) -> bool:
 
 
 def list_peers(host: str, networks: Networks) -> list[tuple[str, str, int]]:
-    """Return name, address and port of each peer that a host should reach.
+    """Return name, address and port of each other host that a host should reach.
 
-    A peer has several entries if gloo or NCCL would advertise other addresses than `choose_address` returns.
+    A host has several entries if gloo or NCCL would advertise another address than `choose_address` returns.
     """
     peers = []
     for name, network in networks.items():
-        advertised = [address for _, address in chosen_interfaces(network).values()]
+        if name == host:
+            continue
+        advertised = [address for _, address in choose_interfaces(network).values()]
         candidates = (choose_address(name, networks), *advertised)
-        usable = dict.fromkeys(address for address in candidates if address in network.addresses)
-        peers += [(name, address, network.port) for address in usable if name != host and address is not None]
+        usable = dict.fromkeys(address for address in candidates if address in network.addresses)  # distinct
+        peers += [(name, address, network.port) for address in usable if address is not None]
     return peers
 
 
@@ -280,18 +292,21 @@ def check_names(networks: Networks) -> list[CheckRow]:
 
 
 def _find_wrong_names(networks: Networks) -> Iterator[tuple[str, Fault]]:
+    """Yield each host with each name that it does not resolve, or resolves to a wrong address."""
     master = next(iter(networks), None)
     for host, network in networks.items():
         for name, target in networks.items():
             status: Status = "fail" if name == master else "warning"  # every rank connects to the master
-            resolved = network.names.get(name, [])
+            addresses = network.resolved_names.get(name, [])
             fix = f'write the line "{choose_address(name, networks)} {name}" in /etc/hosts on {HOST}'
-            if not resolved:
+            if not addresses:
                 yield host, Fault(status, f"the name {name} does not resolve", fix)
-            elif host != name and is_loopback(resolved[0]):
-                yield host, Fault(status, f"{name} resolves to {resolved[0]}, which is {host} itself", fix)
-            elif host != name and resolved[0] not in target.addresses:
-                text = f"{name} resolves to {resolved[0]}, which is not an address of {name}"
+            elif host == name:
+                continue  # a host may resolve its own name to loopback
+            elif is_loopback(addresses[0]):
+                yield host, Fault(status, f"{name} resolves to {addresses[0]}, which is {host} itself", fix)
+            elif addresses[0] not in target.addresses:
+                text = f"{name} resolves to {addresses[0]}, which is not an address of {name}"
                 yield host, Fault(status, text, fix)
 
 
@@ -326,12 +341,12 @@ def check_interfaces(networks: Networks, links: Links) -> list[CheckRow]:
     master = next(iter(links), "")
     for host, attempts in links.items():
         sources = [link.source for link in attempts if link.name == master and link.problem is None]
-        own = choose_address(host, networks) if host == master else next(iter(sources), None)
-        right = networks[host].interface_with(own)
+        own_address = choose_address(host, networks) if host == master else next(iter(sources), None)
+        right = networks[host].find_interface(own_address)
         if right is None:
             continue  # the host does not reach the master, which check_ports reports
         right_interfaces.add(right)
-        for variable, (name, address) in chosen_interfaces(networks[host]).items():
+        for variable, (name, address) in choose_interfaces(networks[host]).items():
             if name == right:
                 continue
             successes = [
@@ -342,43 +357,48 @@ def check_interfaces(networks: Networks, links: Links) -> list[CheckRow]:
             ]
             is_reachable = bool(successes) and all(successes)
             fix = f"export {variable}={right}"
-            given = networks[host].environment.get(variable)
+            value = networks[host].environment.get(variable)
             library = "gloo" if variable.startswith("GLOO") else "NCCL"
-            if given and address is None:
-                fault = Fault("fail", f"{variable}={given}: no interface of this name is up", fix)
+            if value and address is None:
+                fault = Fault("fail", f"{variable}={value}: no interface of this name is up", fix)
             elif address is None or is_loopback(address):
                 # gloo falls back to loopback if no interface has the address of the host's own name.
                 advertised = f"{address or '127.0.0.1'} ({name or 'lo'})"
-                found = f"{library} would advertise {advertised}, which other hosts cannot reach"
+                description = f"{library} would advertise {advertised}, which other hosts cannot reach"
                 if library == "gloo":
                     hostname = networks[host].hostname
                     own_line = f"{choose_address(host, networks)} {hostname}"
                     fix += f', or correct the line of {hostname} in /etc/hosts on {HOST}: "{own_line}"'
-                fault = Fault("fail", found, fix)
+                fault = Fault("fail", description, fix)
             else:
-                found = f"{library} would use {name} ({address}); the first host is reached through {right}"
-                fault = Fault("warning" if is_reachable else "fail", found, fix)
+                description = (
+                    f"{library} would use {name} ({address}); the first host is reached through {right}"
+                )
+                fault = Fault("warning" if is_reachable else "fail", description, fix)
             faults.append((host, fault))
     return group_faults("interface", faults, ", ".join(sorted(right_interfaces)) or "unknown")
 
 
-def check_sharing(sees: Mapping[str, Sequence[str]], folder: str) -> list[CheckRow]:
+def check_sharing(visible_hosts: Mapping[str, Sequence[str]], folder: str) -> list[CheckRow]:
     """Check that all hosts share the folder of runs, or that each has its own.
 
     A folder that only some hosts share is most likely a mount that the others lack.
 
     Args:
-        sees: Host -> hosts whose markers it sees in its folder. It lacks hosts that cannot write there.
+        visible_hosts: Host -> hosts whose markers it sees in its folder of runs. Hosts that cannot write into
+            the folder are left out.
         folder: Folder of runs, for the message.
     """
-    groups = Counter(frozenset(visible) & frozenset(sees) for visible in sees.values())
-    if len(sees) < 2:
+    if len(visible_hosts) < 2:
         return []
+    # Distinct groups of hosts that share a folder, in the order of the hosts.
+    groups = dict.fromkeys(frozenset(hosts) & frozenset(visible_hosts) for hosts in visible_hosts.values())
     if len(groups) == 1:
         return [CheckRow("run folder", "ok", "shared by all hosts")]
     if all(len(group) == 1 for group in groups):
         return [CheckRow("run folder", "ok", "each host has its own, with its part of a checkpoint")]
     largest = max(groups, key=len)
-    apart = tuple(host for host in sees if host not in largest)
-    found = f"{', '.join(sorted(largest))} share {folder}; the other hosts do not see it"
-    return [CheckRow("run folder", "warning", found, f"mount it on {', '.join(apart)} too", apart)]
+    other_hosts = tuple(host for host in visible_hosts if host not in largest)
+    text = f"{', '.join(sorted(largest))} share {folder}; the other hosts do not see it"
+    fix = f"mount it on {', '.join(other_hosts)} too"
+    return [CheckRow("run folder", "warning", text, fix, other_hosts)]

@@ -23,15 +23,16 @@ Result = TypeVar("Result")
 StepReporter = Callable[[str], None]
 """Function that reports the step at which a process is."""
 Method = Callable[[Any, StepReporter], Any]
-"""Function that answers a question. Its arguments: the question's value, and the function for its steps."""
+"""Function that answers a question. Its arguments are the value of the question and a StepReporter."""
 
 
 class NoAnswerError(Exception):
     """A node did not answer.
 
     Args:
-        code: Exit code of the local process that connects to the node; `None` if that process still runs.
-        reason: Last output of that process, or the reason why it is not waited for any longer.
+        code: Exit code of the local process that connects to the node; `None` if it still runs or if there
+            is no such process.
+        reason: Output of that process, or a sentence about the time limit.
     """
 
     def __init__(self, code: int | None, reason: str):
@@ -45,7 +46,7 @@ async def ask(node: NodeProcess, method: str, value: Any = None, seconds: float 
 
     Args:
         node: Process to ask.
-        method: Name of the question.
+        method: Name of the question: a key of the methods that the node serves.
         value: Argument of the question, as JSON can express it.
         seconds: Time limit for the answer.
 
@@ -69,8 +70,13 @@ async def ask_all(
 ) -> tuple[dict[str, Result], dict[str, NoAnswerError]]:
     """Ask all nodes at the same time. The console names the nodes that are slow to answer.
 
+    Args:
+        nodes: Processes to ask.
+        question: Function that asks one node, such as a call of `ask`.
+
     Returns:
-        Answers by node, and errors by node for those that did not answer. Both have the order of `nodes`.
+        Name of each node that answered -> its answer; name of each node that did not -> its error. Both have
+        the order of `nodes`.
     """
 
     async def attempt(node: NodeProcess) -> Result | NoAnswerError:
@@ -89,11 +95,14 @@ async def ask_all(
     return answers, errors
 
 
-async def clock_offset(node: NodeProcess) -> float:
-    """Return the seconds by which a node's clock is ahead; negative if it is behind.
+async def measure_clock_offset(node: NodeProcess) -> float:
+    """Return the seconds by which a node's clock is certainly ahead; negative if it is behind.
 
-    The offset is known up to half the round trip, and this uncertainty is subtracted: the result is the
-    offset that is certain. Of three measurements, the one with the shortest round trip counts.
+    A measurement has an uncertainty of half its round trip, which is subtracted from the size of the offset.
+    Of three measurements, the one with the shortest round trip counts.
+
+    Raises:
+        NoAnswerError: The node did not answer.
     """
     measurements = []
     for _ in range(3):
@@ -102,14 +111,18 @@ async def clock_offset(node: NodeProcess) -> float:
         received = time.time()
         measurements.append((received - sent, remote - (sent + received) / 2))
     round_trip, offset = min(measurements)
-    return max(0.0, abs(offset) - round_trip / 2) * (1 if offset > 0 else -1)
+    certain = max(0.0, abs(offset) - round_trip / 2)
+    return certain if offset > 0 else -certain
 
 
-def own_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return standard input and output for messages alone; later prints go to standard error.
+def reserve_standard_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Return standard input and output as streams for messages alone, and redirect prints to standard error.
 
-    A library may print, and its lines must not mix with the messages. The streams are not the buffers of
-    sys.stdin and sys.stdout: Python aborts at its exit if a thread waits in those.
+    A library may print, and its lines must not mix with the messages. The streams are new, since Python
+    aborts at its exit if a thread waits in the buffers of sys.stdin or sys.stdout.
+
+    Returns:
+        Stream of questions, and stream for answers.
     """
     questions = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
@@ -123,20 +136,20 @@ def serve(
     methods: Mapping[str, Method],
     at_end: Callable[[], None] = lambda: None,
 ) -> NoReturn:
-    """Answer questions until their stream ends. Then the process ends, even in the middle of an answer.
+    """Answer questions until their stream ends; then end the process, even in the middle of an answer.
 
     Args:
         questions: Stream of questions, one per line.
         answers: Stream for the answers.
         methods: Name of a question -> the function that answers it.
-        at_end: Called before the process ends.
+        at_end: Function that is called, on another thread, before the process ends.
     """
-    waiting: queue.Queue[bytes] = queue.Queue()
+    unanswered: queue.Queue[bytes] = queue.Queue()
 
     def read() -> None:
         with contextlib.suppress(OSError, ValueError):
             for line in questions:
-                waiting.put(line)
+                unanswered.put(line)
         at_end()
         os._exit(0)
 
@@ -147,7 +160,9 @@ def serve(
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        question = decode_message(waiting.get())
-        if question is not None:
-            method = methods[question["ask"]]
-            send({"answer": method(question["with"], lambda step: send({"step": step}))})
+        question = decode_message(unanswered.get())
+        if question is None:
+            continue
+        method = methods[question["ask"]]
+        answer = method(question["with"], lambda step: send({"step": step}))
+        send({"answer": answer})

@@ -1,7 +1,7 @@
-"""Process that the doctor starts on every host, and that answers its questions there.
+"""Probe: the process that the doctor starts on every host, and that answers the doctor's questions there.
 
-It runs as `python -m pipeline.distributed.doctor.probe`. It changes nothing on the machine except for a
-marker file, which it removes at its end, and it runs no command that comes with a question.
+It runs as `python -m pipeline.distributed.doctor.probe`. The probe changes nothing on the machine except for
+a marker file, which it removes at its end. It runs no command that comes with a question.
 """
 
 from __future__ import annotations
@@ -27,50 +27,60 @@ from pipeline.distributed.doctor.machine_checks import (
     format_marker,
     read_gpus,
 )
-from pipeline.distributed.doctor.node import Method, NoAnswerError, StepReporter, ask, own_streams, serve
+from pipeline.distributed.doctor.node import (
+    Method,
+    NoAnswerError,
+    StepReporter,
+    ask,
+    reserve_standard_streams,
+    serve,
+)
 from pipeline.distributed.doctor.rows import HOST, Fault
 from pipeline.distributed.launch.ssh import local_command, start_process
 from pipeline.distributed.waiting import find_free_port
 
 CHECK_TIMEOUT = 90.0
-"""Seconds for all checks together. A folder on a file server that is down never answers."""
+"""Seconds that all checks together may take. A check of a folder waits forever if its file server is down."""
 
 
 class Probe:
-    """Answers the questions of one examination."""
+    """Answers the questions of one examination. The first question is `examine`."""
 
     def __init__(self) -> None:
-        self._question: MachineQuestion | None = None
-        self._sees_markers = False
+        self._question: MachineQuestion | None = None  # `None` before `examine`
+        self._can_read_folder = False
 
     def examine(self, values: dict[str, Any], report_step: StepReporter) -> dict[str, Any]:
         """Run all checks, and return their findings, the network and the number of GPUs.
+
+        Sets the environment variables of the question, opens the greeting port, and writes the marker file.
 
         Args:
             values: Fields of the MachineQuestion.
             report_step: Called with the names of the checks that still run.
 
         Returns:
-            `findings`: check -> fields of its CheckResult. `network`: fields of the Network, or `None` if it
-            cannot be read; then `findings` has the fault. `num_gpus`: number of visible GPUs.
+            `findings`: name of each check -> fields of its CheckResult. `network`: fields of the Network;
+            `None` if the network cannot be read, and then `findings` has a fault under the same name.
+            `num_gpus`: number of visible GPUs.
         """
         question = MachineQuestion(**values)
         self._question = question
         os.environ.update(question.environment)
-        port = network.open_greeting_port(question.token, question.name)
+        port = network.open_greeting_port(question.token, question.host)
         checks: dict[str, Callable[[], Any]] = {
             name: partial(check, question) for name, check in CHECKS.items()
         }
-        checks["network"] = partial(network.read_network, question.names, port)
+        checks["network"] = partial(network.read_network, question.hosts, port)
         checks["gpus"] = read_gpus
         results = run_checks(checks, CHECK_TIMEOUT, report_step)
         gpus = results.pop("gpus")
         own_network = None
         if isinstance(results["network"], network.Network):
             own_network = asdict(results.pop("network"))
-        self._sees_markers = not results["folders"].faults
+        self._can_read_folder = not results["folders"].faults
         return {
-            "findings": {name: asdict(finding) for name, finding in results.items()},
+            "findings": {name: asdict(result) for name, result in results.items()},
             "network": own_network,
             "num_gpus": len(gpus) if isinstance(gpus, list) else 0,
         }
@@ -79,60 +89,62 @@ class Probe:
         """Connect to the peers, and find the hosts whose markers this host sees.
 
         Args:
-            peers: Name, address and port of each.
-            report_step: Called once with this step.
+            peers: Name, address and port of each other host.
+            report_step: Called once, with the name of this step.
 
         Returns:
-            `links`: fields of a Link for each peer. `sees`: names of the hosts whose markers are visible.
+            `links`: fields of a Link for each peer. `visible_hosts`: hosts whose markers are visible here;
+            empty if the folder of runs has a fault.
         """
         assert self._question is not None
         report_step("connecting to the other hosts")
         links = network.connect_to(peers, self._question.token)
-        # After a fault in the folders check, the folder may never answer.
-        names = self._question.names if self._sees_markers else []
+        # If the folders have a fault, looking into the folder of runs may wait forever.
+        hosts = self._question.hosts if self._can_read_folder else []
         return {
             "links": [asdict(link) for link in links],
-            "sees": [name for name in names if self._marker(name).exists()],
+            "visible_hosts": [host for host in hosts if self._find_marker(host).exists()],
         }
 
-    def reduce(self, parts: list[dict[str, Any]], report_step: StepReporter) -> list[dict[str, Any]]:
-        """Take part in the all-reduce with this machine's ranks, each in a process of its own.
+    def reduce(self, rank_arguments: list[dict[str, Any]], report_step: StepReporter) -> list[dict[str, Any]]:
+        """Run this machine's ranks of the all-reduce, each in its own process.
 
         Args:
-            parts: Arguments of `all_reduce.take_part` for each rank.
+            rank_arguments: Arguments of `all_reduce.measure_rank` for each rank of this machine.
             report_step: Called with each step of each rank.
 
         Returns:
             Fields of the RankMeasurements of each rank.
         """
 
-        async def take_part(part: dict[str, Any]) -> dict[str, Any]:
+        async def measure(arguments: dict[str, Any]) -> dict[str, Any]:
             rank = await start_process("rank", local_command(RANK_MODULE))
             rank.on_step = report_step
             try:
-                measured: dict[str, Any] = await ask(rank, "reduce", part, seconds=RANK_TIMEOUT)
+                measurements: dict[str, Any] = await ask(rank, "reduce", arguments, seconds=RANK_TIMEOUT)
             except NoAnswerError as error:
                 problem = f"still at {rank.step} after {RANK_TIMEOUT:.0f} s"
                 if error.code is not None:
                     problem = f"exit code {error.code} at {rank.step}: {error.reason.splitlines()[-1]}"
-                measured = asdict(RankMeasurements(part["rank"], rank.step, problem))
+                measurements = asdict(RankMeasurements(arguments["rank"], rank.step, problem))
             await rank.close(timeout_seconds=0.5)  # a rank that hangs is killed soon
-            return measured
+            return measurements
 
-        async def take_all() -> list[dict[str, Any]]:
-            return await asyncio.gather(*map(take_part, parts))
+        async def measure_all() -> list[dict[str, Any]]:
+            return await asyncio.gather(*map(measure, rank_arguments))
 
-        return asyncio.run(take_all())
+        return asyncio.run(measure_all())
 
     def close(self) -> None:
         """Remove the marker file, so that the machine is as it was before."""
         if self._question is not None:
             with contextlib.suppress(OSError):
-                self._marker(self._question.name).unlink()
+                self._find_marker(self._question.host).unlink()
 
-    def _marker(self, name: str) -> Path:
+    def _find_marker(self, host: str) -> Path:
+        """Return the path of a host's marker in this machine's folder of runs."""
         assert self._question is not None
-        return find_existing_folder(self._question.folders[0]) / format_marker(self._question, name)
+        return find_existing_folder(self._question.folders[0]) / format_marker(self._question, host)
 
 
 def run_checks(
@@ -140,8 +152,8 @@ def run_checks(
 ) -> dict[str, Any]:
     """Run all checks at the same time, and return their results.
 
-    The result of a check that raises, or that exceeds the time limit, is a CheckResult with that fault. A
-    check that exceeds the limit is not stopped: a thread cannot be.
+    If a check raises an exception or exceeds the time limit, its result is a CheckResult with this fault. A
+    check that exceeds the limit continues in its thread, because Python cannot stop a thread.
 
     Args:
         checks: Name of each check -> the function that runs it.
@@ -151,11 +163,11 @@ def run_checks(
     pool = ThreadPoolExecutor(max_workers=len(checks))
     futures: dict[str, Future[Any]] = {name: pool.submit(check) for name, check in checks.items()}
     deadline = time.monotonic() + seconds
-    missing = list(checks)
-    while missing and time.monotonic() < deadline:
-        report_step(", ".join(missing))
-        wait([futures[name] for name in missing], timeout=1.0)
-        missing = [name for name, future in futures.items() if not future.done()]
+    running = list(checks)
+    while running and time.monotonic() < deadline:
+        report_step(", ".join(running))
+        wait([futures[name] for name in running], timeout=1.0)
+        running = [name for name, future in futures.items() if not future.done()]
     pool.shutdown(wait=False)
     results = {}
     for name, future in futures.items():
@@ -173,7 +185,7 @@ def run_checks(
 
 
 def answer_questions(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
-    """Answer the doctor's questions until their stream ends. Then the process ends.
+    """Answer the doctor's questions until their stream ends; then end the process.
 
     Args:
         questions: Stream of questions.
@@ -191,4 +203,4 @@ def answer_questions(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
 
 
 if __name__ == "__main__":
-    answer_questions(*own_streams())
+    answer_questions(*reserve_standard_streams())

@@ -11,24 +11,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 HOST = "<host>"
-"""Placeholder in a fix; `group_faults` replaces it with the name of the first host that has the fault."""
+"""Placeholder in a Fault. In a fix, `group_faults` replaces it with the name of the first such host."""
 STYLES = {"ok": "green", "warning": "yellow", "fail": "bold red"}
 """Rich style of each status, in the table."""
-WIDTH = 140
+LINE_WIDTH = 140
 """Characters in a line if the output is no terminal."""
 Status = Literal["ok", "warning", "fail"]
+"""Result of a check. Only `fail` means that a launch would fail."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one host, and what to do about it.
+    """Fault of one host, and what to do about it.
 
-    Hosts with equal faults share a row, so the texts contain HOST and not the name of the host.
+    Hosts with equal faults share a row, so the fix contains HOST in place of the host's name.
     """
 
     status: Status
-    found: str
-    """Description of the fault."""
+    """`fail` or `warning`."""
+    description: str
+    """Description of the fault, without a full stop."""
     fix: str
     """Advice: a command, or a sentence in the imperative."""
 
@@ -40,7 +42,7 @@ class CheckRow:
     check: str
     """Name of the check."""
     status: Status
-    found: str
+    text: str
     """Result of the check, or description of the fault."""
     fix: str = ""
     """Advice, printed on a line of its own; empty if there is no fault."""
@@ -48,15 +50,15 @@ class CheckRow:
     """Hosts that the row is about; empty if it is about all of them."""
 
 
-def group_faults(check: str, faults: Iterable[tuple[str, Fault]], fine: str) -> list[CheckRow]:
+def group_faults(check: str, faults: Iterable[tuple[str, Fault]], ok_text: str) -> list[CheckRow]:
     """Return a row for each distinct fault, with all hosts that have it.
 
-    If there are no faults, return one row with the text `fine`.
+    If there are no faults, return one row of the status `ok`.
 
     Args:
         check: Name of the check.
         faults: Pairs of a host and one of its faults.
-        fine: Text of the row if there are no faults.
+        ok_text: Text of the row if there are no faults.
     """
     hosts_by_fault: dict[Fault, list[str]] = {}
     for host, fault in faults:
@@ -64,20 +66,23 @@ def group_faults(check: str, faults: Iterable[tuple[str, Fault]], fine: str) -> 
     rows = []
     for fault, hosts in hosts_by_fault.items():
         first, *others = hosts
-        suffix = f" (the same for {', '.join(others)})" if others else ""
-        fix = fault.fix.replace(HOST, first) + suffix
-        rows.append(CheckRow(check, fault.status, fault.found, fix, tuple(hosts)))
-    return rows or [CheckRow(check, "ok", fine)]
+        fix = fault.fix.replace(HOST, first)
+        if others:
+            fix += f" (the same for {', '.join(others)})"
+        rows.append(CheckRow(check, fault.status, fault.description, fix, tuple(hosts)))
+    return rows or [CheckRow(check, "ok", ok_text)]
 
 
-def merge_texts(fine: Mapping[str, str]) -> str:
-    """Return the texts of hosts without a fault as one text, in which equal texts stand once.
+def merge_texts(text_by_host: Mapping[str, str]) -> str:
+    """Return the texts of all hosts as one text, with each distinct text once.
+
+    Hosts are named only if their texts differ.
 
     Args:
-        fine: Host -> its text.
+        text_by_host: Host -> its text; at least one.
     """
     hosts_by_text: dict[str, list[str]] = {}
-    for host, text in fine.items():
+    for host, text in text_by_host.items():
         hosts_by_text.setdefault(text, []).append(host)
     if len(hosts_by_text) == 1:
         return next(iter(hosts_by_text))
@@ -100,18 +105,20 @@ def print_rows(rows: Sequence[CheckRow], seconds: float) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else LINE_WIDTH)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
-        text = Text(f"{', '.join(row.hosts)}: {row.found}" if row.hosts else row.found)
-        table.add_row(Text(row.check), Text(row.status, STYLES[row.status]), text)
+        text = f"{', '.join(row.hosts)}: {row.text}" if row.hosts else row.text
+        table.add_row(Text(row.check), Text(row.status, STYLES[row.status]), Text(text))
         if row.fix:
             table.add_row("", "", Text(f"-> {row.fix}", "bold"))
     console.print(table)
     counts = {status: sum(row.status == status for row in rows) for status in STYLES}
     failed_hosts = sorted({host for row in rows if row.status == "fail" for host in row.hosts})
     summary = f"{counts['fail']} failed, {counts['warning']} warned, {counts['ok']} passed in {seconds:.1f} s"
-    console.print(Text(f"{', '.join(failed_hosts)}: {summary}" if failed_hosts else summary), soft_wrap=True)
+    if failed_hosts:
+        summary = f"{', '.join(failed_hosts)}: {summary}"
+    console.print(Text(summary), soft_wrap=True)

@@ -1,7 +1,7 @@
 """Chooses the environment variables and arguments that reach the nodes, and loads them in each rank.
 
-They travel through ssh's standard input into a file of mode 600. The command line of pdsh is no place for
-them: other users can read it in `ps` and in logs, and a shell on the node expands it.
+Variables and arguments travel through ssh's standard input into a file of mode 600. They do not travel on the
+command line of pdsh: other users can read it in `ps` and in logs, and a shell on the node expands it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from pipeline.config.shipped import LAUNCH
 from pipeline.distributed.ranks import ENVIRONMENT_FILE_VARIABLE
 from pipeline.errors import LaunchError
 
+# Prefixes of the variables of the user's shell that every rank receives.
 SENT_PREFIXES = (
     *("WANDB_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_"),
     *("NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "NVIDIA_", "UCX_", "FI_"),
     *("OMP_", "MKL_", "KMP_", "GOMP_", "DS_", "DEEPSPEED_", "PIPELINE_WEBHOOK"),
 )
-# Their values hold for one machine only (the devices) or for one launch only (the file).
+# The values of the first two are right for one machine only, and that of DS_ENV_FILE for one launch only.
 NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "DS_ENV_FILE"}
-# Python and the dynamic loader read these before the file with the environment is read. Therefore only the
-# launcher can send them.
+# Python and the dynamic loader read variables with this prefix, or of these names, before a rank can read the
+# file with the environment. So the launcher must send them on its command line.
 STARTUP_PREFIX = "PYTHON"
 STARTUP_VARIABLES = ("LD_LIBRARY_PATH",)
-# deepspeed itself would send variables with these prefixes, in double quotes, inside which a shell expands
-# `$` and backquotes.
+# deepspeed would send variables with these prefixes in double quotes, in which a shell expands `$` and
+# backquotes. They are sent in the file instead.
 DEEPSPEED_PREFIXES = ("MLFLOW", "MV2", "UCX", "NCCL")
-# pdsh replaces %h, %n and %u in a line, then a shell on every node interprets it.
+# Text that pdsh (which replaces %h, %n and %u) and the shell on a node leave as it is.
 PLAIN_TEXT = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 PLAIN_CHARACTERS = "letters, digits and _@+=:,./-"
 """Characters of `PLAIN_TEXT`, for messages."""
@@ -41,6 +42,7 @@ TRAINING_OPTIONS = (
     *("--deepspeed", "--config", "--dry-run", "--world-size", "--no-import-paths"),
     *("--quiet", "--log-level"),
 )
+"""Options of train.py. The first one on a command line ends the launcher's options."""
 
 
 def is_plain(text: str) -> bool:
@@ -51,8 +53,8 @@ def is_plain(text: str) -> bool:
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into the arguments of the launcher and the arguments of train.py.
 
-    The latter begin at the first option of train.py (--deepspeed, --config, ...), at the first key=value, or
-    after `--`.
+    The arguments of train.py begin at its first option (--deepspeed, --config, ...), at the first key=value,
+    or after `--`.
 
     Returns:
         The launcher's arguments, then train.py's.
@@ -67,7 +69,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def choose_environment(environment: Mapping[str, str], extra_names: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables that training needs on every node.
+    """Return the variables of this shell that every rank receives.
 
     Args:
         environment: Environment of this shell.
@@ -87,13 +89,17 @@ def choose_environment(environment: Mapping[str, str], extra_names: Iterable[str
 
 
 def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for deepspeed itself, without the variables that deepspeed would send on.
+    """Return the environment for deepspeed itself, without the variables of DEEPSPEED_PREFIXES.
+
+    Args:
+        environment: Environment of this shell.
 
     Raises:
         LaunchError: A variable that Python needs at startup has a value that a shell would change.
     """
     for name, value in environment.items():
-        if (name.startswith(STARTUP_PREFIX) or name in STARTUP_VARIABLES) and value and not is_plain(value):
+        is_startup_variable = name.startswith(STARTUP_PREFIX) or name in STARTUP_VARIABLES
+        if is_startup_variable and value and not is_plain(value):
             raise LaunchError(
                 f"{name}={value!r} cannot be sent to the nodes, because a shell there would change it; use "
                 f"only {PLAIN_CHARACTERS}, or unset it here and set it on the nodes"
@@ -106,10 +112,10 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a new file that only this user may read (mode 600).
+    """Write a JSON object to a new file that only this user may read (mode 600).
 
     Raises:
-        FileExistsError: The file exists already.
+        OSError: The file cannot be written, or exists already (FileExistsError).
     """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(document, file)  # writes ASCII escapes, which preserve bytes that are not UTF-8
@@ -118,8 +124,12 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
 def load_sent_environment(environment: MutableMapping[str, str]) -> list[str]:
     """Set the variables that a launch script sent, and return the arguments that it sent.
 
-    It also puts the folder of this Python first in PATH, as on the machine of the launch script. Without
-    PIPELINE_ENVIRONMENT no launch script sent anything: nothing is set, and the result is empty.
+    Also puts the folder of this Python first in PATH, as on the machine of the launch script. If
+    PIPELINE_ENVIRONMENT is not set, no launch script has sent anything: this sets nothing and returns an
+    empty list.
+
+    Args:
+        environment: Environment of this process, which is changed.
 
     Raises:
         LaunchError: The file named by PIPELINE_ENVIRONMENT is missing or incomplete, belongs to another user,
@@ -145,7 +155,7 @@ def load_sent_environment(environment: MutableMapping[str, str]) -> list[str]:
             f"{ENVIRONMENT_FILE_VARIABLE}={path}: {reason}; start with {LAUNCH / 'multi_node.sh'}, which "
             "sets this variable, or unset it"
         ) from None
-    programs = os.path.dirname(sys.executable)
-    if environment.get("PATH", "").split(os.pathsep)[0] != programs:
-        environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
+    python_folder = os.path.dirname(sys.executable)
+    if environment.get("PATH", "").split(os.pathsep)[0] != python_folder:
+        environment["PATH"] = os.pathsep.join([python_folder, environment.get("PATH", os.defpath)])
     return arguments

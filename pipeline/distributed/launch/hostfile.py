@@ -1,7 +1,7 @@
 """Reads a hostfile with lines such as `worker-1 slots=8`, and chooses the devices of a run.
 
-Hostfile and options have the syntax of the deepspeed launcher. Input that this launcher would silently
-misread is an error here.
+Hostfile and options have the syntax of the deepspeed launcher. Input that the deepspeed launcher would
+misread without a message is an error here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         raise LaunchError(
             f"hostfile {path}: {reason}; give a file with one line per machine, such as {EXAMPLE_LINE!r}"
         ) from None
-    found: dict[str, tuple[int, int]] = {}  # name -> line number and slots
+    slots_by_name: dict[str, int] = {}
+    line_numbers: dict[str, int] = {}  # name -> number of its line
     for line_number, line in enumerate(lines, 1):
         entry = line.partition("#")[0].strip()
         if not entry:
@@ -56,15 +57,18 @@ def read_hostfile(path: Path) -> dict[str, int]:
                 f"{path}:{line_number}: got the name {name!r}, expected letters, digits, '.', '_' and '-'; "
                 "give the machine such a name in ~/.ssh/config, with its user, address and port there"
             )
-        if name in found:
+        if name in line_numbers:
             raise LaunchError(
-                f"{path}:{line_number}: {name} is already on line {found[name][0]}; give each machine one "
-                "line with all its slots"
+                f"{path}:{line_number}: {name} is already on line {line_numbers[name]}; give each machine "
+                "one line with all its slots"
             )
-        found[name] = (line_number, int(match["slots"]))
-    if not found:
-        raise LaunchError(f"hostfile {path} lists no machine; add a line such as {EXAMPLE_LINE!r} for each")
-    return {name: slots for name, (_, slots) in found.items()}
+        line_numbers[name] = line_number
+        slots_by_name[name] = int(match["slots"])
+    if not slots_by_name:
+        raise LaunchError(
+            f"hostfile {path} lists no machine; add a line such as {EXAMPLE_LINE!r} for each machine"
+        )
+    return slots_by_name
 
 
 @dataclass(frozen=True)
@@ -80,67 +84,71 @@ class Selection:
     num_gpus: int | None = None
     """Number of devices to use on each machine, from the first one; `None` for all."""
     visible: str | None = None
-    """Value of CUDA_VISIBLE_DEVICES in the shell; it selects the same devices on every machine."""
+    """Value of CUDA_VISIBLE_DEVICES in the shell, which selects the same devices on every machine.
+
+    `None` or an empty text selects all devices.
+    """
     source: str = "the hostfile"
-    """Source of the available devices, for messages."""
+    """Source of the list of available devices, for messages."""
 
 
-def choose_devices(slots: Mapping[str, int], wanted: Selection) -> Devices:
+def choose_devices(slots: Mapping[str, int], selection: Selection) -> Devices:
     """Return the devices of the run.
 
     Args:
-        slots: Number of devices of each machine.
-        wanted: Selection of the user.
+        slots: Name of each machine -> number of its devices.
+        selection: Options of the user.
 
     Raises:
         LaunchError: The user selects devices in two ways, a machine or device does not exist, or no device is
             left.
     """
-    has_counts = wanted.num_nodes is not None or wanted.num_gpus is not None
+    has_counts = selection.num_nodes is not None or selection.num_gpus is not None
     ways = {
-        "--include": bool(wanted.include),
-        "--exclude": bool(wanted.exclude),
+        "--include": bool(selection.include),
+        "--exclude": bool(selection.exclude),
         "--num_nodes/--num_gpus": has_counts,
-        f"CUDA_VISIBLE_DEVICES={wanted.visible} (of this shell)": bool(wanted.visible),
+        f"CUDA_VISIBLE_DEVICES={selection.visible} (of this shell)": bool(selection.visible),
     }
-    given = [name for name, is_given in ways.items() if is_given]
-    if len(given) > 1:
-        raise LaunchError(f"{' and '.join(given)} each choose the devices; give only one of them")
+    used_ways = [name for name, is_used in ways.items() if is_used]
+    if len(used_ways) > 1:
+        raise LaunchError(f"{' and '.join(used_ways)} each choose the devices; give only one of them")
     available = {name: list(range(count)) for name, count in slots.items()}
-    if wanted.include:
-        chosen = _parse_devices("--include", wanted.include, available, wanted.source)
+    if selection.include:
+        chosen = _parse_devices("--include", selection.include, available, selection.source)
         return {name: chosen[name] for name in available if name in chosen}
-    if wanted.exclude:
-        excluded = _parse_devices("--exclude", wanted.exclude, available, wanted.source)
-        left: Devices = {}
+    if selection.exclude:
+        excluded = _parse_devices("--exclude", selection.exclude, available, selection.source)
+        remaining: Devices = {}
         for name, devices in available.items():
-            left[name] = [number for number in devices if number not in excluded.get(name, [])]
-        left = {name: devices for name, devices in left.items() if devices}
-        if not left:
+            numbers = [number for number in devices if number not in excluded.get(name, [])]
+            if numbers:
+                remaining[name] = numbers
+        if not remaining:
             raise LaunchError(
-                f"--exclude {wanted.exclude} leaves no device of {wanted.source}; exclude fewer machines or "
-                "devices"
+                f"--exclude {selection.exclude} leaves no device of {selection.source}; exclude fewer "
+                "machines or devices"
             )
-        return left
-    if wanted.visible:
-        return _take_visible(wanted.visible, available, wanted.source)
-    return _take_first(available, wanted)
+        return remaining
+    if selection.visible:
+        return _take_visible(selection.visible, available, selection.source)
+    return _take_first(available, selection)
 
 
-def _take_first(available: Devices, wanted: Selection) -> Devices:
+def _take_first(available: Devices, selection: Selection) -> Devices:
     """Return the first devices of the first machines, by --num_nodes and --num_gpus."""
-    num_nodes = wanted.num_nodes
-    num_gpus = wanted.num_gpus
+    num_nodes = selection.num_nodes
+    num_gpus = selection.num_gpus
     if num_nodes is not None and not 1 <= num_nodes <= len(available):
         raise LaunchError(
-            f"--num_nodes {num_nodes}: {wanted.source} has {len(available)} machines; give 1 to "
+            f"--num_nodes {num_nodes}: {selection.source} has {len(available)} machines; give 1 to "
             f"{len(available)}"
         )
     chosen = dict(list(available.items())[:num_nodes])
     for name, devices in chosen.items():
         if num_gpus is not None and not 1 <= num_gpus <= len(devices):
             raise LaunchError(
-                f"--num_gpus {num_gpus}: {name} has slots={len(devices)} ({wanted.source}); give 1 to "
+                f"--num_gpus {num_gpus}: {name} has slots={len(devices)} ({selection.source}); give 1 to "
                 f"{len(devices)}"
             )
     return {name: devices[:num_gpus] for name, devices in chosen.items()}
@@ -186,13 +194,24 @@ def _parse_devices(option: str, text: str, available: Devices, source: str) -> D
     return chosen
 
 
-def _check_devices(given: str, name: str, numbers: list[int], devices: list[int], source: str) -> None:
-    """Raise a `LaunchError` if a number is not a device of the machine or is repeated."""
+def _check_devices(option: str, name: str, numbers: list[int], devices: list[int], source: str) -> None:
+    """Check the device numbers that the user gives for a machine.
+
+    Args:
+        option: Option or variable with its value, for the message.
+        name: Name of the machine.
+        numbers: Device numbers that the user gives.
+        devices: Devices of the machine.
+        source: Source of the list of devices, for the message.
+
+    Raises:
+        LaunchError: A number is not a device of the machine, or is repeated.
+    """
     for number in numbers:
         if number not in devices:
             raise LaunchError(
-                f"{given}: {name} has no device {number}, but slots={len(devices)} ({source}); give numbers "
+                f"{option}: {name} has no device {number}, but slots={len(devices)} ({source}); give numbers "
                 f"from 0 to {len(devices) - 1}"
             )
     if len(set(numbers)) < len(numbers):
-        raise LaunchError(f"{given}: a device of {name} is given twice; give each device once")
+        raise LaunchError(f"{option}: a device of {name} is given twice; give each device once")

@@ -77,7 +77,7 @@ def check_options(options: Sequence[str], environment: Mapping[str, str]) -> Non
         name = option.partition("=")[0].replace("-", "_").replace("__", "--", 1)
         if name in ("--include", "--exclude", "--num_nodes", "--num_gpus", "--master_port"):
             raise LaunchError(f"{option}: unknown option; did you mean {name}?")
-    has_several_nodes = parsed.num_nodes is not None and parsed.num_nodes not in (0, 1)
+    has_several_nodes = (parsed.num_nodes or 1) != 1
     if parsed.hostfile is not None or has_several_nodes:
         raise LaunchError(
             "multi_gpu.sh trains on this machine only, without --hostfile or --num_nodes; for several "
@@ -127,8 +127,8 @@ def _count_devices(environment: Mapping[str, str]) -> int:
     match = re.search(r"^devices (\d+)$", result.stdout, re.MULTILINE)
     if match is None:
         raise LaunchError(
-            f"deepspeed failed to count the devices of this machine: {result.stderr.strip()[-200:]}; check the "
-            f"installation: {format_pipeline_command('doctor')}"
+            f"deepspeed failed to count the devices of this machine: {result.stderr.strip()[-200:]}; check "
+            f"the installation: {format_pipeline_command('doctor')}"
         )
     return int(match[1])
 

@@ -1,9 +1,10 @@
 """Implements launch/multi_node.sh: `python -m pipeline.distributed.launch.multi_node HOSTFILE ...`.
 
-It reads the hostfile, runs the doctor, sends the environment and returns the exit code.
+It reads the hostfile, runs the doctor, sends the environment and arguments to the nodes, runs the deepspeed
+launcher, and returns the exit code of the run.
 
-The deepspeed launcher starts the ranks. torchrun's agents over ssh would be no substitute: they end with 1 in
-place of 124 or 143, and they can outlive their launcher.
+torchrun's agents over ssh would be no substitute for the deepspeed launcher: they end with 1 in place of 124
+or 143, and they can outlive their launcher.
 """
 
 from __future__ import annotations
@@ -82,9 +83,12 @@ class MultiNodeLaunch:
     devices: Devices
     """Devices of the run on each node."""
     folder: str
-    """Folder on every node for the environment and the exit codes of the ranks."""
+    """Path of a folder on every node, for the environment and the exit codes of the ranks."""
     document: dict[str, Any]
-    """First message to each guard, with folder, environment and arguments; it contains secrets."""
+    """First message to each guard, with the fields `folder`, `environment` and `arguments`.
+
+    It may contain secrets, so it must not be printed or put on a command line.
+    """
     arguments: list[str]
     """Arguments of train.py for the command line; empty if they travel in `document`."""
 
@@ -95,26 +99,26 @@ class MultiNodeLaunch:
 
     @property
     def needs_include(self) -> bool:
-        """Whether some node's devices are not its first ones, so that the launcher needs --include."""
+        """Whether the launcher needs --include, because the devices of a node are not its first ones."""
         return any(numbers != list(range(len(numbers))) for numbers in self.devices.values())
 
-    def hostfile(self) -> str:
-        """Return the text of a hostfile with the machines and slots of this run only."""
+    def format_hostfile(self) -> str:
+        """Return the text of a hostfile for deepspeed, with the nodes of this run only."""
         return "".join(f"{name} slots={max(numbers) + 1}\n" for name, numbers in self.devices.items())
 
     def format_include(self) -> str:
         """Return the devices in the format of the launcher's --include, as NAME:0,1@NAME:0."""
         return "@".join(f"{name}:{','.join(map(str, numbers))}" for name, numbers in self.devices.items())
 
-    def places(self) -> dict[int, str]:
-        """Return the name of the node of each rank."""
+    def map_ranks_to_nodes(self) -> dict[int, str]:
+        """Return rank -> name of its node."""
         return dict(enumerate(name for name, numbers in self.devices.items() for _ in numbers))
 
-    def command(self, hostfile: Path, master: Mapping[str, Any]) -> list[str]:
+    def build_command(self, hostfile: Path, master: Mapping[str, Any]) -> list[str]:
         """Return the command line of the deepspeed launcher.
 
         Args:
-            hostfile: File with the text of `hostfile()`.
+            hostfile: File with the text of `format_hostfile()`.
             master: Message of the first node's guard: `address` of the node and a free `port`.
         """
         options = self.options
@@ -134,9 +138,9 @@ class MultiNodeLaunch:
             "--include": self.format_include() if self.needs_include else "",
         }
         # Name and value are one word with an equals sign, because a value may begin with a dash.
-        given = [f"{name}={value}" for name, value in values.items() if value != ""]
+        words = [f"{name}={value}" for name, value in values.items() if value != ""]
         flags = ["--force_multi", "--no_ssh_check"]
-        return [find_program("deepspeed"), *given, *flags, str(TRAIN), *self.arguments]
+        return [find_program("deepspeed"), *words, *flags, str(TRAIN), *self.arguments]
 
 
 def plan_launch(argv: Sequence[str], environment: Mapping[str, str]) -> MultiNodeLaunch:
@@ -169,13 +173,18 @@ def plan_launch(argv: Sequence[str], environment: Mapping[str, str]) -> MultiNod
             f"--master_port {options.master_port}: expected a whole number from 1 to 65535; leave the option "
             "out to use a free port"
         )
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    wanted = Selection(options.include, options.exclude, options.num_nodes, options.num_gpus, visible)
-    devices = choose_devices(read_hostfile(options.hostfile), wanted)
+    selection = Selection(
+        include=options.include,
+        exclude=options.exclude,
+        num_nodes=options.num_nodes,
+        num_gpus=options.num_gpus,
+        visible=environment.get("CUDA_VISIBLE_DEVICES"),
+    )
+    devices = choose_devices(read_hostfile(options.hostfile), selection)
     if options.bind_cores_to_rank:
-        # Over pdsh deepspeed drops its own option.
+        # Over pdsh deepspeed loses its own option --bind_cores_to_rank.
         arguments = [*arguments, "distributed.bind_cores=true"]
-    # deepspeed prints the command line and `ps` shows it, so it must have no secret.
+    # deepspeed prints its command line and `ps` shows it, so no secret may be on it.
     is_safe = all(map(is_plain, arguments)) and redact(arguments) == arguments
     folder = f"/tmp/pipeline-{secrets.token_hex(8)}"
     document = {
@@ -198,12 +207,12 @@ def find_program(name: str) -> str:
     Raises:
         LaunchError: The program is not installed on this machine.
     """
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    beside_python = Path(sys.executable).with_name(name)
+    path = str(beside_python) if beside_python.exists() else shutil.which(name)
+    if path is None:
         advice = INSTALL_ADVICE.get(name, f"apt-get install {name}")
         raise LaunchError(f"{name} is not on this machine; install it: {advice}")
-    return found
+    return path
 
 
 def run(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
@@ -221,7 +230,7 @@ def run(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pipeline-") as name:  # mode 700
         hostfile = Path(name) / "hostfile"
         hostfile.write_text(launch.format_hostfile())
-        # deepspeed itself sends the variables with `STARTUP_PREFIX`.
+        # deepspeed sends the variables that this file lists. It sends those with `STARTUP_PREFIX` anyway.
         sent = {key: environment[key] for key in STARTUP_VARIABLES if environment.get(key)}
         sent[ENVIRONMENT_FILE_VARIABLE] = f"{launch.folder}/environment.json"
         sent_file = Path(name) / "deepspeed_env"
@@ -229,12 +238,14 @@ def run(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
         sent_file.write_text("".join(f"{key}={value}\n" for key, value in sent.items()))
         # With an absolute path deepspeed searches neither the home directory nor the working directory.
         variables |= {"DS_ENV_FILE": str(sent_file), "PDSH_SSH_ARGS_APPEND": ssh_arguments}
-        if not launch.options.no_doctor and (code := _run_doctor(launch, environment)):
-            return code
+        if not launch.options.no_doctor:
+            code = _run_doctor(launch, environment)
+            if code:
+                return code
         guards = {host: ssh_command(host, GUARD, Path.cwd()) for host in launch.devices}
         supervisor = Supervisor(guards, launch.document, launch.map_ranks_to_nodes())
 
-        def start(master: Mapping[str, Any]) -> list[str]:
+        def build_command(master: Mapping[str, Any]) -> list[str]:
             command = launch.build_command(hostfile, master)
             if launch.uses_mpi:
                 # mpirun gives each rank its number, but not the address of rank 0.
@@ -245,16 +256,16 @@ def run(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
                     )
             return command
 
-        return asyncio.run(supervisor.run(start, variables))
+        return asyncio.run(supervisor.run(build_command, variables))
 
 
 def _run_doctor(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
-    """Check the nodes quickly, and return the exit code of the doctor."""
+    """Run `doctor --quick` for the nodes and devices of the launch, and return its exit code."""
     hostfile = str(launch.options.hostfile)
-    chosen = ["--hostfile", hostfile, f"--include={launch.format_include()}", "--force_multi"]
+    selection = ["--hostfile", hostfile, f"--include={launch.format_include()}", "--force_multi"]
     arguments = launch.arguments or launch.document["arguments"]
-    command = [sys.executable, "-m", "pipeline", "doctor", *chosen, "--quick", *arguments]
-    # CUDA_VISIBLE_DEVICES would choose devices a second time.
+    command = [sys.executable, "-m", "pipeline", "doctor", *selection, "--quick", *arguments]
+    # CUDA_VISIBLE_DEVICES would choose devices a second time, which the doctor refuses.
     variables = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
     return subprocess.run(command, env=variables, check=False).returncode
 
@@ -262,16 +273,18 @@ def _run_doctor(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on several machines, and return the exit code of the run.
 
-    Bad input and a node that cannot take part have code 2.
+    The code is 2 for bad input, and if a node cannot take part.
     """
     return report_errors(lambda: _launch(sys.argv[1:] if argv is None else argv))
 
 
 def _launch(argv: Sequence[str]) -> int:
+    """Check the command line and the programs on this machine, and run the launch."""
     launch = plan_launch(argv, os.environ)
-    find_program("mpirun" if launch.uses_mpi else "pdsh")
+    find_program("mpirun" if launch.uses_mpi else "pdsh")  # raises if it is missing
     for folder in (Path.cwd(), Path.home()):
-        if (file := folder / ".deepspeed_env").exists():
+        file = folder / ".deepspeed_env"
+        if file.exists():
             print(f"{file} is not read; to send a variable, give --export NAME", file=sys.stderr)
     return run(launch, os.environ)
 

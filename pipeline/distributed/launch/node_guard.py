@@ -1,8 +1,8 @@
 """Guards the ranks of one run on a node; a launch script starts it.
 
-It runs as `python -m pipeline.distributed.launch.node_guard`. It stores the environment, forwards signals and
-reports how each rank ended. It ends the remaining processes of the run when the launch script asks for it. It
-does the same when the script sends nothing any more, because it was killed or the connection broke. The guard
+It runs as `python -m pipeline.distributed.launch.node_guard`. The guard stores the environment, forwards
+signals and reports how each rank ended. It ends the remaining processes of the run when the launch script
+asks for it, or when the script is gone: the script was killed, or the connection to it broke. The guard
 touches only processes that were started with this run's PIPELINE_ENVIRONMENT.
 
 DeepSpeed's own launcher (0.19) ends with 0 after its launch.py was killed, ends processes of other jobs with
@@ -34,18 +34,21 @@ from pipeline.distributed.machine import count_kills, read_kernel_kills
 from pipeline.distributed.ranks import ENVIRONMENT_FILE_VARIABLE
 from pipeline.distributed.waiting import find_free_port
 
-# Seconds without input after which the launch script counts as gone. It sends a message every 5 seconds.
+# Seconds without input after which the launch script counts as gone. The script sends a message every 5 s.
 SILENCE_TIMEOUT = 30.0
 READ_SECONDS = 1.0  # seconds that one read of the connection waits for input
 POLL_SECONDS = 0.1
 EXIT_TIMEOUT = 3.0  # seconds that the children of a rank, and its launcher, have to end after the rank
-# Number of scans of /proc in a row. Each finds the children of processes that ended during the one before.
-MAX_GENERATIONS = 10
-RANK_NAMES = (b"RANK=", b"OMPI_COMM_WORLD_RANK=")
+# Scans of /proc in a row. Each scan finds the children of processes that ended during the scan before it.
+MAX_SCANS = 10
+# Attempts to kill all processes. The number is limited, because a process that waits for a dead disk cannot
+# be killed.
+MAX_KILL_ATTEMPTS = 10
+RANK_VARIABLES = (b"RANK=", b"OMPI_COMM_WORLD_RANK=")  # every rank has one of these, with its number
 
 
 class Connection:
-    """Connection to the launch script over standard input and output."""
+    """Connection of the guard to the launch script, over standard input and output."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -53,12 +56,15 @@ class Connection:
         self._selector.register(0, selectors.EVENT_READ)
         self._last_input = time.monotonic()
         self.is_open = True
-        """Whether more messages can come."""
+        """Whether the launch script counts as alive, so that more messages can come."""
 
     def read(self, seconds: float) -> list[dict[str, Any]]:
-        """Wait for input for at most so many seconds, and return the messages in it.
+        """Wait for input, and return the messages in it.
 
-        At the end of the input, or after `SILENCE_TIMEOUT` without any, it sets `is_open` to False.
+        Sets `is_open` to False at the end of the input, and after `SILENCE_TIMEOUT` seconds without input.
+
+        Args:
+            seconds: Limit of the wait.
         """
         if not self.is_open:
             time.sleep(seconds)
@@ -83,25 +89,26 @@ class Guard:
     """Finds, signals and ends the processes of one run on this machine.
 
     Args:
-        path: File with the environment. PIPELINE_ENVIRONMENT of every process of the run names it.
+        path: File with the environment. Every process of the run has this path in PIPELINE_ENVIRONMENT.
     """
 
     def __init__(self, path: Path):
         self.path = path
+        """File with the environment. The ranks write their exit records into the same folder."""
         self._marker = f"{ENVIRONMENT_FILE_VARIABLE}={path}".encode()
         self._processes: list[psutil.Process] = []
 
     def find_processes(self) -> list[psutil.Process]:
         """Return every process of the run, from /proc.
 
-        One scan can miss a process in two ways. A process may start during the scan while its parent ends, so
-        a scan that finds none is repeated for new pids. And a process may be in the middle of `exec` and have
-        no variables yet, so it is read again.
+        One scan can miss a process in two ways. A process may start during the scan while its parent ends. So
+        a scan that finds no process is repeated, for pids that are new since then. And a process may be in
+        the middle of `exec` and have no variables yet. So its variables are read again.
         """
         self._processes = []
         examined: set[int] = set()
         deadline = time.monotonic() + EXIT_TIMEOUT
-        for _ in range(MAX_GENERATIONS):
+        for _ in range(MAX_SCANS):
             pids = set(psutil.pids()) - examined
             if self._processes or not pids:
                 break
@@ -113,7 +120,11 @@ class Guard:
         return self._processes
 
     def _examine(self, pid: int) -> bool:
-        """Add a process to the list if it belongs to the run; return whether its variables were readable."""
+        """Add a process to the list if it belongs to the run.
+
+        Returns:
+            Whether the answer is certain. It is not while the process is in the middle of `exec`.
+        """
         variables = _read_environment(pid)
         if variables is not None and self._marker in variables:
             with suppress(psutil.Error):
@@ -123,28 +134,32 @@ class Guard:
     def is_running(self) -> bool:
         """Return whether a process of the run exists.
 
-        It scans /proc only if all processes of the last scan have ended.
+        /proc is scanned only if all processes of the last scan have ended, since a scan takes time.
         """
         return any(_is_alive(process) for process in self._processes) or bool(self.find_processes())
 
     def find_ranks(self) -> list[psutil.Process]:
         """Return the processes that are ranks, without their launcher and without their children."""
-        with_rank = []
+        candidates = []
         for process in self.find_processes():
             variables = _read_environment(process.pid) or ()
-            if any(variable.startswith(RANK_NAMES) for variable in variables):
-                with_rank.append(process)
-        # The children of a rank inherit its variables.
-        pids = {process.pid for process in with_rank}
+            if any(variable.startswith(RANK_VARIABLES) for variable in variables):
+                candidates.append(process)
+        # The children of a rank inherit its variables, so a candidate with such a parent is no rank.
+        pids = {process.pid for process in candidates}
         ranks = []
-        for process in with_rank:
+        for process in candidates:
             with suppress(psutil.Error):
                 if process.ppid() not in pids:
                     ranks.append(process)
         return ranks
 
     def send_signal(self, number: int, skipped_pids: Container[int] = ()) -> list[int]:
-        """Send a signal to each rank except those with `skipped_pids`; return the pids of all ranks."""
+        """Send a signal to each rank except those with `skipped_pids`.
+
+        Returns:
+            Pids of all ranks, also of those that were skipped.
+        """
         ranks = self.find_ranks()
         for process in ranks:
             if process.pid not in skipped_pids:
@@ -155,7 +170,7 @@ class Guard:
     def kill(self) -> int:
         """Kill all remaining processes of the run, and return their number."""
         killed = set()
-        for _ in range(10):  # no endless loop, since a process that waits for a dead disk cannot be killed
+        for _ in range(MAX_KILL_ATTEMPTS):
             for process in self.find_processes():
                 with suppress(psutil.Error):
                     process.kill()
@@ -175,22 +190,28 @@ class Guard:
 
 
 def _read_environment(pid: int) -> list[bytes] | None:
-    """Return the variables that a process was started with, or `None` if it is in the middle of `exec`."""
+    """Return the variables that a process was started with, each as NAME=VALUE.
+
+    The result is `None` if the process is in the middle of `exec`. It is empty if the process has no
+    variables, has ended, or belongs to another user.
+    """
     folder = Path(f"/proc/{pid}")
     try:
-        if variables := (folder / "environ").read_bytes():
+        variables = (folder / "environ").read_bytes()
+        if variables:
             return variables.split(b"\0")
-        # See proc(5). A thread of the kernel and a dead process have no memory. A process that was started
-        # without variables (env -i) has an area of length 0 for them. So has a process in the middle of
-        # `exec`, but its code has no address yet, because the kernel sets that after the variables.
+        # See proc(5). A thread of the kernel and a dead process have no memory. For a process that was
+        # started without variables (env -i), the area of the variables has length 0. For a process in the
+        # middle of `exec` it has length 0 too, but the code has no address yet: the kernel sets it later.
         fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
         memory = fields[20]
         code_start = fields[23]
         variables_start = fields[47]
         variables_end = fields[48]
-        has_no_variables = memory == b"0" or (code_start != b"0" and variables_start == variables_end)
+        has_empty_area = code_start != b"0" and variables_start == variables_end
+        has_no_variables = memory == b"0" or has_empty_area
         return [] if has_no_variables else None
-    except OSError:  # the process has ended or belongs to another user
+    except OSError:
         return []
 
 
@@ -207,18 +228,18 @@ def describe_node() -> dict[str, Any]:
     words = os.environ.get("SSH_CONNECTION", "").split()
     address = words[2] if len(words) == 4 else ""
     if not address or address.startswith(("127.", "::1")):
-        # The launch script runs on this machine. Then take the address that deepspeed itself would take.
+        # The launch script runs on this machine. Take the address that deepspeed itself would take.
         with suppress(OSError, subprocess.SubprocessError):
-            answer = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5, check=True)
-            address = (answer.stdout.split() or [""])[0]
+            result = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5, check=True)
+            address = (result.stdout.split() or [""])[0]
     return {"address": address or socket.gethostname(), "port": find_free_port()}
 
 
 def watch_run(guard: Guard, connection: Connection) -> dict[str, Any]:
-    """Watch the run until the launch script ends it or is gone.
+    """Watch the run until the launch script asks to end it or is gone, and end the run.
 
     Returns:
-        The last message for the launch script; empty if it is gone.
+        The last message for the launch script; empty if the script is gone.
     """
     has_started = False
     has_ended = False
@@ -229,13 +250,13 @@ def watch_run(guard: Guard, connection: Connection) -> dict[str, Any]:
             if "signal" in message:
                 guard.send_signal(message["signal"])
             if "end" in message:
-                killed = end_run(guard, message["end"])
+                num_killed = end_run(guard, message["end"])
+                # Each source may be unreadable, and then gives 0.
+                num_kernel_kills = max(len(read_kernel_kills(start_time)), count_kills() - kills_before)
                 return {
                     "ended": guard.read_exit_records(),
-                    "killed": killed,
-                    "killed_for_memory": max(
-                        len(read_kernel_kills(start_time)), count_kills() - kills_before
-                    ),
+                    "killed": num_killed,
+                    "killed_for_memory": num_kernel_kills,
                 }
         if not connection.is_open:
             end_run(guard, SILENCE_TIMEOUT)
@@ -260,7 +281,10 @@ def end_run(guard: Guard, seconds: float) -> int:
     """
     deadline = time.monotonic() + seconds
     signaled: list[int] = []
-    while (ranks := guard.send_signal(signal.SIGTERM, signaled)) and time.monotonic() < deadline:
+    while True:
+        ranks = guard.send_signal(signal.SIGTERM, signaled)
+        if not ranks or time.monotonic() >= deadline:
+            break
         signaled += ranks  # the next call reaches only ranks that the launcher starts meanwhile
         time.sleep(POLL_SECONDS)
     deadline = min(deadline, time.monotonic() + EXIT_TIMEOUT)
@@ -271,7 +295,10 @@ def end_run(guard: Guard, seconds: float) -> int:
 
 
 def main() -> int:
-    """Read the first message from standard input, guard the run, and return the exit code of the guard."""
+    """Read the first message from standard input, guard the run, and return the exit code of the guard.
+
+    The code is 1 if the launch script is gone before its first message, or if the folder cannot be created.
+    """
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the end of standard input ends the guard
     connection = Connection()

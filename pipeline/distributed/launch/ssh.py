@@ -1,7 +1,7 @@
-"""Starts a module of this project on another node and exchanges messages with it.
+"""Starts a module of this project on a node and exchanges messages with its process.
 
-The guard of a run and the probe of the doctor exchange messages over standard input and output. Each message
-is one line with a JSON object.
+The modules are the guard of a run and the probe of the doctor. They exchange messages over standard input and
+output. Each message is one line with a JSON object.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ NO_FOLDER = 81
 NO_PYTHON = 82
 """Exit code of a node without the Python of the launch script."""
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
+"""Options with which ssh never asks for a password, and ends about 10 s after its connection has broken."""
 FIRST_REPORT_SECONDS = 10.0
-"""Seconds until the console names the nodes that have not answered; it repeats that at 2, 4, 8 times this."""
-MAX_MESSAGE_BYTES = 1 << 26  # bytes of one message
-_MESSAGE_KEY = "pipeline"
+"""Seconds until the console names the nodes that have not answered, and again after 2, 4, 8 times as long."""
+MAX_MESSAGE_BYTES = 1 << 26
+_MESSAGE_KEY = "pipeline"  # key of the JSON object that marks a line as a message
 
 
 def local_command(module: str) -> list[str]:
-    """Return the command that runs a module on this machine."""
+    """Return the command that runs a module of this project on this machine."""
     return [sys.executable, "-m", module]
 
 
 def ssh_command(host: str, module: str, folder: Path, python: str = sys.executable) -> list[str]:
     """Return the command that runs a module on a node through ssh.
 
-    Without the folder the command ends with `NO_FOLDER`, without the Python with `NO_PYTHON`.
+    The command ends with `NO_FOLDER` if the node lacks the folder, and with `NO_PYTHON` if it lacks Python at
+    the path.
 
     Args:
         host: Name of the node, as ssh knows it.
@@ -63,7 +65,7 @@ def encode_message(message: Mapping[str, Any]) -> bytes:
 
 
 def decode_message(line: bytes) -> dict[str, Any] | None:
-    """Return the message in a line; `None` for other text, such as the output of a login script."""
+    """Return the message in a line; `None` for a line without one, such as the output of a login script."""
     try:
         message = json.loads(line)[_MESSAGE_KEY]
     except (ValueError, TypeError, KeyError):
@@ -72,14 +74,14 @@ def decode_message(line: bytes) -> dict[str, Any] | None:
 
 
 class NodeProcess:
-    """Connection to a process of this project on a node; the process ends when its input ends.
+    """Connection to a process of this project on a node. The process ends when its input ends.
 
     Args:
         name: Name of the node.
         reader: Stream of messages from the process.
         writer: Stream of messages to the process.
-        process: Local process that carries the connection, such as ssh; `None` if the process on the node
-            has connected by itself.
+        process: Local process of the connection: ssh, or the process itself if the node is this machine.
+            `None` if the process on the node has connected by itself.
     """
 
     def __init__(
@@ -90,10 +92,11 @@ class NodeProcess:
         process: Process | None = None,
     ):
         self.name = name
+        """Name of the node."""
         self.step = "starting"
-        """Step that the process reported last."""
+        """Latest step that the process has reported, such as a check that it runs."""
         self.on_step: Callable[[str], None] = lambda step: None
-        """Function that is called with each step that the process reports."""
+        """Function that `receive` calls with each step that the process reports."""
         self._reader = reader
         self._writer = writer
         self._process = process
@@ -106,7 +109,8 @@ class NodeProcess:
     async def receive(self) -> dict[str, Any] | None:
         """Return the next message, or `None` if the process is gone.
 
-        It skips the output of login scripts. A message with a step sets `step` and is not returned.
+        The output of login scripts is skipped. A message with a step is not returned: it sets `step` and
+        calls `on_step`.
         """
         with suppress(OSError):
             while line := await self._reader.readline():
@@ -120,30 +124,33 @@ class NodeProcess:
         return None
 
     async def read_stderr(self) -> str:
-        """Return the text that the process or ssh wrote to standard error; call it after the end."""
+        """Return what the process or ssh wrote to standard error. Call it after the process has ended.
+
+        The text is never empty.
+        """
         output = b""
         if self._process is not None and self._process.stderr is not None:
-            with suppress(TimeoutError):  # another process may keep standard error open
+            with suppress(TimeoutError):  # a child of the process may keep standard error open
                 async with asyncio.timeout(2):
                     while part := await self._process.stderr.read(1 << 16):
                         output += part
         return output.decode(errors="replace").strip() or "the connection was closed"
 
-    async def close(self, patience: float = 5.0) -> int | None:
+    async def close(self, timeout_seconds: float = 5.0) -> int | None:
         """Close the connection, which ends the process.
 
         Args:
-            patience: Seconds until the local process is killed.
+            timeout_seconds: Seconds that the local process has to end before it is killed.
 
         Returns:
-            Exit code of the local process; `None` if there is none.
+            Exit code of the local process; `None` if there is no local process.
         """
         with suppress(OSError):
             self._writer.close()
         if self._process is None:
             return None
         try:
-            return await asyncio.wait_for(self._process.wait(), patience)
+            return await asyncio.wait_for(self._process.wait(), timeout_seconds)
         except TimeoutError:
             self._process.kill()
             return await self._process.wait()
@@ -177,16 +184,19 @@ async def start_process(name: str, command: Sequence[str]) -> NodeProcess:
 async def wait_and_report(
     tasks: Mapping[str, asyncio.Task[Any]], describe: Callable[[str], str] = str
 ) -> None:
-    """Wait for all tasks, and print now and then which of them have not ended.
+    """Wait for all tasks, and print after 10, 20, 40 s (and so on) which of them have not ended.
 
     Args:
-        tasks: Task that waits for each node, by the name of the node.
-        describe: Function that returns the text for a name.
+        tasks: Name of each node -> the task that waits for it.
+        describe: Function that returns the text about a node from its name.
     """
-    waited = 0.0
-    patience = FIRST_REPORT_SECONDS
-    while (await asyncio.wait(tasks.values(), timeout=patience))[1]:
-        waited += patience
-        patience = waited
+    waited_seconds = 0.0
+    interval = FIRST_REPORT_SECONDS
+    while True:
+        _, pending = await asyncio.wait(tasks.values(), timeout=interval)
+        if not pending:
+            return
+        waited_seconds += interval
+        interval = waited_seconds  # each report comes after twice as long as the one before
         late = [describe(name) for name, task in tasks.items() if not task.done()]
-        print(f"waiting: {', '.join(late)} after {waited:.0f} s", file=sys.stderr, flush=True)
+        print(f"waiting: {', '.join(late)} after {waited_seconds:.0f} s", file=sys.stderr, flush=True)

@@ -22,12 +22,13 @@ from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, LaunchError
 
 KEEP_ALIVE_PERIOD = 5.0  # seconds between two messages to a guard
-READY_TIMEOUT = 300.0  # seconds that a guard has to answer; ssh reports an unreachable machine within 20
+READY_TIMEOUT = 300.0  # seconds that a guard has to answer; ssh reports an unreachable machine within 20 s
 STRAGGLER_TIMEOUT = 15.0  # seconds that the other nodes have to end after one node has failed
-SAVE_TIMEOUT = 60.0  # seconds that ranks have to save after their launcher has ended
-# Seconds that ranks have to end after a node has failed or is lost. They cannot save without it.
+SAVE_TIMEOUT = 60.0  # seconds that ranks have to save and end after their launcher has ended
+# Seconds that ranks have to end after a node has failed or is lost. Without that node they cannot save.
 EXIT_TIMEOUT = 5.0
 FORWARDED_SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
+# Exit codes of ranks.
 HUNG_CODE = 124
 BAD_INPUT_CODE = 2
 OUT_OF_MEMORY_CODE = DeviceMemoryError.exit_code  # ENOMEM
@@ -45,22 +46,28 @@ def ranks_without_exit_code(records: ExitRecords, ranks: Iterable[int]) -> list[
 
     Args:
         records: Exit records of the ranks that wrote one.
-        ranks: All ranks of the run; if empty, the world size in the records gives them.
+        ranks: All ranks of the run; if empty, the world size in the records gives their number.
     """
     world_size = max((record["world_size"] for record in records.values()), default=0)
-    return [rank for rank in list(ranks) or range(world_size) if rank not in records]
+    all_ranks = list(ranks) or range(world_size)
+    return [rank for rank in all_ranks if rank not in records]
 
 
 def choose_exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) -> int:
     """Return the exit code of a run.
 
-    It is 0 only if every rank has reported 0. If all ranks reported one other code, it is that code. Else it
-    is the code of a hang, of a failed device or of bad input if any rank has it. Else it is the launcher's
-    or, if that is 0, the highest code of the ranks and at least 1.
+    The first rule that applies gives the code:
+
+    1. All ranks reported the same code other than 0: that code. Among STOP_CODES, 143 beside one other code
+       does not count.
+    2. All ranks reported 0: 0, or the launcher's code if it is positive.
+    3. Any rank reported a hang, a lack of memory, a failed device or bad input: the first of these.
+    4. The launcher's code is not 0: that code (128 + the number of a signal that killed the launcher).
+    5. The highest code of the ranks, and at least 1.
 
     Args:
         records: Exit records of the ranks that wrote one.
-        ranks: All ranks of the run; empty if only the launcher knew them.
+        ranks: All ranks of the run; empty if only the launcher knows them.
         launcher: The launcher's exit code; the negative number of a signal if that killed it.
     """
     codes = {record["code"] for record in records.values()}
@@ -68,7 +75,7 @@ def choose_exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) 
     if codes <= STOP_CODES and len(codes) == 2:
         codes -= {TERMINATED_CODE}  # the launcher sends SIGTERM to ranks that are still about to end
     if len(codes) == 1 and not ranks_without_exit_code(records, ranks):
-        # If all ranks finished and a signal ended the launcher afterwards, the run is complete.
+        # A signal that ended the launcher after all ranks had finished does not matter: the run is complete.
         return codes.pop() or max(launcher, 0)
     for code in (HUNG_CODE, OUT_OF_MEMORY_CODE, DEVICE_FAILED_CODE, BAD_INPUT_CODE):
         if code in codes:
@@ -97,10 +104,9 @@ class _NodeState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the node is lost, or its ranks have ended without all reporting success."""
-        has_succeeded = bool(self.exit_records) and all(
-            record["code"] == 0 for record in self.exit_records.values()
-        )
+        """Whether the node is lost, or its ranks have ended and not all of them have reported success."""
+        are_all_zero = all(record["code"] == 0 for record in self.exit_records.values())
+        has_succeeded = bool(self.exit_records) and are_all_zero
         return self.is_lost or (self.has_no_process and not has_succeeded)
 
     @property
@@ -119,8 +125,8 @@ class Supervisor:
 
         Args:
             guards: Command that starts the guard on each node, by the name of the node, in order.
-            document: First message to each guard, with folder, environment and arguments.
-            places: Name of the node of each rank; empty if only the launcher knows the number of ranks.
+            document: First message to each guard, with the fields `folder`, `environment` and `arguments`.
+            rank_nodes: Rank -> name of its node; empty if only the launcher knows the number of ranks.
         """
         self._guards = guards
         self._document = document
@@ -131,13 +137,13 @@ class Supervisor:
         self._change_event = asyncio.Event()
 
     async def run(
-        self, start: Callable[[Mapping[str, Any]], Sequence[str]], environment: Mapping[str, str]
+        self, build_command: Callable[[Mapping[str, Any]], Sequence[str]], environment: Mapping[str, str]
     ) -> int:
         """Start the guards and the launcher, wait until all have ended, and return the exit code.
 
         Args:
-            start: Function that returns the launcher's command from the `address` and `port` of the first
-                node.
+            build_command: Function that returns the launcher's command. Its argument has the `address` of the
+                first node and a free `port` there.
             environment: Environment of the launcher.
 
         Raises:
@@ -152,8 +158,8 @@ class Supervisor:
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         tasks: list[asyncio.Task[None]] = []
         try:
-            # The list is assigned when it is complete. Until then no signal is forwarded, because the first
-            # message to a guard must be the document.
+            # The first message to a guard must be the document. So the list is assigned only when it is
+            # complete: until then no signal is forwarded.
             self._states = [_NodeState(await start_process(*guard)) for guard in self._guards.items()]
             first = (await self._start_guards())[0]
             tasks = [asyncio.create_task(self._receive_messages(state)) for state in self._states]
@@ -162,7 +168,10 @@ class Supervisor:
                 # In a new session Ctrl-C does not reach the launcher, which would kill the ranks before they
                 # have saved.
                 self._launcher = await asyncio.create_subprocess_exec(
-                    *start(first), env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                    *build_command(first),
+                    env=environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
                 )
                 await self._wait_for_launcher(self._launcher)
             has_failed = any(state.has_failed for state in self._states)
@@ -201,7 +210,8 @@ class Supervisor:
                 state.process.send(self._document)
                 answer = await state.process.receive()
                 if answer is None:
-                    return f"{state.name}: {(await state.process.read_stderr()).splitlines()[-1]}"
+                    last_line = (await state.process.read_stderr()).splitlines()[-1]
+                    return f"{state.name}: {last_line}"
         except TimeoutError:
             return f"{state.name}: no answer within {READY_TIMEOUT:.0f} s"
         except OSError as error:
@@ -225,11 +235,12 @@ class Supervisor:
             self._change_event.set()
         if not state.has_report:
             state.is_lost = True
-            _print_line(f"{state.name} is lost: {(await state.process.read_stderr()).splitlines()[-1]}")
+            last_line = (await state.process.read_stderr()).splitlines()[-1]
+            _print_line(f"{state.name} is lost: {last_line}")
         self._change_event.set()
 
     async def _keep_alive(self) -> None:
-        """Send every guard an empty message at intervals, or it would take this process for dead."""
+        """Send every guard an empty message at intervals, so that none takes this process for dead."""
         while True:
             await asyncio.sleep(KEEP_ALIVE_PERIOD)
             self._send_all({})
@@ -261,10 +272,10 @@ class Supervisor:
         waiter.cancel()
 
     async def _end_ranks(self, seconds: float) -> None:
-        """Make every guard end the remaining processes of the run, and wait for its final report.
+        """Make every guard end the remaining processes of the run, and wait for the final reports.
 
         Args:
-            seconds: Time that the ranks have to save and end; 0 after a third signal.
+            seconds: Time that the ranks have to save and end. After a third signal they have none.
         """
         if len(self._received_signals) > 2:
             seconds = 0.0
@@ -289,25 +300,30 @@ class Supervisor:
         self._change_event.clear()
 
     def _conclude(self) -> int:
-        """Return the exit code; print which ranks reported none, and which processes were killed."""
+        """Print which ranks reported no exit code and which processes were killed; return the exit code."""
         records = {int(rank): record for state in self._states for rank, record in state.exit_records.items()}
-        silent = ranks_without_exit_code(records, self._rank_nodes)
+        missing = ranks_without_exit_code(records, self._rank_nodes)
         for state in self._states:
-            if count := state.num_killed:
-                processes = f"process{'es' * (count > 1)}"
-                _print_line(f"{state.name}: killed {count} remaining {processes} of the run")
-        if self._launcher is None:
+            if state.num_killed:
+                processes = _format_processes(state.num_killed, adjective="remaining ")
+                _print_line(f"{state.name}: killed {processes} of the run")
+        if self._launcher is None:  # a signal arrived before the launcher was started
             return 128 + self._received_signals[0]
-        launcher = self._launcher.returncode
-        if silent and (records or launcher == 0):
+        launcher_code = self._launcher.returncode
+        # If the launcher failed and no rank wrote a record, most likely no rank was started.
+        if missing and (records or launcher_code == 0):
             places = {rank: f" on {name}" for rank, name in self._rank_nodes.items()}
-            names = ", ".join(f"{rank}{places.get(rank, '')}" for rank in silent)
+            names = ", ".join(f"{rank}{places.get(rank, '')}" for rank in missing)
             _print_line(f"ended without an exit code, most likely killed: rank {names}")
+        has_incomplete_records = bool(missing) or not records
         for state in self._states:
-            if (count := state.num_kernel_kills) and (silent or not records):
-                killed = f"the kernel killed {count} process{'es' * (count > 1)} for memory"
-                _print_line(f"{state.name}: {killed}; {MEMORY_ADVICE}, or start fewer ranks on it")
-        code = choose_exit_code(records, self._rank_nodes, launcher or 0)
+            if state.num_kernel_kills and has_incomplete_records:
+                processes = _format_processes(state.num_kernel_kills)
+                _print_line(
+                    f"{state.name}: the kernel killed {processes} for memory; {MEMORY_ADVICE}, or start "
+                    "fewer ranks on it"
+                )
+        code = choose_exit_code(records, self._rank_nodes, launcher_code or 0)
         return 1 if code == 0 and self._has_lost_node() else code
 
     def _kill_launcher(self) -> None:
@@ -319,8 +335,8 @@ class Supervisor:
     def _forward_signal(self, number: int) -> None:
         """Record a signal that this process received, and send it to the ranks of all nodes."""
         detach_closed_terminal()
-        if number == signal.SIGHUP in self._received_signals:
-            return  # the kernel and the shell both send it, so a second one is no second request
+        if number == signal.SIGHUP and number in self._received_signals:
+            return  # the kernel and the shell both send SIGHUP, so a second SIGHUP is no second request
         self._received_signals.append(number)
         self._send_all({"signal": number})
         if self._launcher is None or len(self._received_signals) > 2:
@@ -334,6 +350,12 @@ class Supervisor:
     def _has_lost_node(self) -> bool:
         """Return whether the connection to any node is lost."""
         return any(state.is_lost for state in self._states)
+
+
+def _format_processes(count: int, adjective: str = "") -> str:
+    """Return `1 process` or `2 processes`, with an adjective (and a space) before the noun."""
+    noun = "processes" if count > 1 else "process"
+    return f"{count} {adjective}{noun}"
 
 
 def _print_line(text: str) -> None:

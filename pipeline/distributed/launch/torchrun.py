@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(argv: Sequence[str]) -> int:
-    """Check the command line and the recipe, wait for the endpoint, and replace this process with torchrun."""
+    """Check options and recipe, wait for the endpoint, and replace this process with torchrun."""
     words = build_command(argv)
     code = check_node_counts(words)
     if code:

@@ -24,7 +24,7 @@ from pipeline.distributed.doctor.examination import (
     read_slots,
     restrict_to_this_machine,
 )
-from pipeline.distributed.doctor.node import NoAnswerError, ask, ask_all, clock_offset
+from pipeline.distributed.doctor.node import NoAnswerError, ask, ask_all, measure_clock_offset
 from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, group_faults, has_failure, print_rows
 from pipeline.distributed.launch import ssh
 from pipeline.distributed.launch.ssh import NO_FOLDER, NO_PYTHON, local_command, ssh_command, start_process
@@ -75,7 +75,7 @@ def test_the_table(capsys):
 
 def test_clocks():
     rows = check_clocks({"a": 0.01, "b": -2.5, "c": 0.7, "d": 2.1})
-    assert [(row.status, row.hosts, row.found) for row in rows] == [
+    assert [(row.status, row.hosts, row.text) for row in rows] == [
         ("fail", ("b",), "2.5 s behind the launching machine's clock"),
         ("warning", ("c",), "0.7 s ahead of the launching machine's clock"),
         ("fail", ("d",), "2.1 s ahead of the launching machine's clock"),
@@ -109,7 +109,7 @@ def test_clocks():
 def test_a_host_that_does_not_answer(code, said, check, found, fix):
     row = describe_missing_answer("b", NoAnswerError(code, said))
     assert (row.check, row.status, row.hosts) == (check, "fail", ("b",))
-    assert found in row.found
+    assert found in row.text
     assert fix in row.fix
 
 
@@ -130,7 +130,7 @@ def run_on(command, question):
 def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
     """The remote shell's own words are not taken for answers."""
     talking = ["sh", "-c", f"echo Welcome; exec {shlex.join(local_command(PROBE))}"]
-    assert abs(run_on(talking, clock_offset)) < 0.1
+    assert abs(run_on(talking, measure_clock_offset)) < 0.1
     assert not [p for p in psutil.Process().children() if p.cmdline()[-2:] == ["-m", PROBE]]
 
 
@@ -234,7 +234,7 @@ def test_all_reduce_of_one_machine(tmp_path):
         restrict_to_this_machine(ExaminationSettings({}, folders=(str(tmp_path / "a"), str(tmp_path / "b"))))
     )
     assert not has_failure(rows), rows
-    assert [row.found for row in rows if row.check == "all-reduce"] == ["16 MiB over 1 rank"]
+    assert [row.text for row in rows if row.check == "all-reduce"] == ["16 MiB over 1 rank"]
     assert not [p for p in psutil.Process().children(recursive=True) if RANK_MODULE in p.cmdline()]
     assert not list(tmp_path.iterdir())
 

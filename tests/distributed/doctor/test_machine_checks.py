@@ -44,7 +44,7 @@ def machine(tmp_path, monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "CXX"):
         monkeypatch.delenv(name, raising=False)
     folders = [str(tmp_path / "runs" / "a"), str(tmp_path / "cache")]
-    return MachineQuestion(token="t", name="b", names=["a", "b"], folders=folders, here=HERE)
+    return MachineQuestion(token="t", host="b", hosts=["a", "b"], folders=folders, launching_machine=HERE)
 
 
 def add_program(folder, name, text):
@@ -66,7 +66,7 @@ def test_a_well_machine_has_no_faults(machine, tmp_path):
     for name, check in CHECKS.items():
         finding = check(machine)
         assert not [fault for fault in finding.faults if fault.status == "fail"], name
-        assert finding.fine
+        assert finding.ok_text
     assert [path.name for path in tmp_path.iterdir()] == [".doctor-t-b"]
 
 
@@ -90,17 +90,20 @@ def test_a_well_machine_has_no_faults(machine, tmp_path):
 )
 def test_another_source_or_version_than_here(machine, check, here, status, found, fix):
     here = {name: text.format(minor=sys.version_info.minor) for name, text in here.items()}
-    fault = the_fault(CHECKS[check](replace(machine, here=HERE | here)))
+    fault = the_fault(CHECKS[check](replace(machine, launching_machine=HERE | here)))
     assert fault.status == status
-    assert found in fault.found
+    assert found in fault.description
     assert fix in fault.fix
 
 
 def test_without_git_the_files_decide_and_a_missing_torch_is_named(machine, monkeypatch):
-    assert CHECKS["project"](replace(machine, here=HERE | {"commit": None})).fine == "same source files"
+    assert (
+        CHECKS["project"](replace(machine, launching_machine=HERE | {"commit": None})).ok_text
+        == "same source files"
+    )
     monkeypatch.setattr(machine_checks, "read_versions", lambda: HERE | {"torch": None})
     fault = the_fault(CHECKS["versions"](replace(machine, is_remote=False)))
-    assert fault.found == "torch is not installed"
+    assert fault.description == "torch is not installed"
     assert fault.fix == f"{sys.executable} -m pip install torch=={HERE['torch']}"
 
 
@@ -121,10 +124,10 @@ def test_devices(machine, tmp_path, devices, gpus, status, found, fix):
     if gpus is not None:
         add_gpus(tmp_path, **gpus)
     finding = CHECKS["devices"](replace(machine, devices=devices))
-    assert ("2 x H100" if gpus is not None else " cores") in finding.fine
+    assert ("2 x H100" if gpus is not None else " cores") in finding.ok_text
     assert [fault.status for fault in finding.faults] == ([status] if status else [])
     if status:
-        assert found in the_fault(finding).found
+        assert found in the_fault(finding).description
         assert fix in the_fault(finding).fix
 
 
@@ -168,10 +171,10 @@ def test_driver(machine, tmp_path, monkeypatch, driver, smi, cuda, status, found
         add_gpus(tmp_path, **smi)
     add_program(tmp_path, "dmesg", "#!/bin/sh\n")
     finding = check_driver(machine, root)
-    assert driver is None or f"NVIDIA {driver}" in finding.fine
+    assert driver is None or f"NVIDIA {driver}" in finding.ok_text
     assert [fault.status for fault in finding.faults] == ([status] if status else [])
     if status:
-        assert found in the_fault(finding).found
+        assert found in the_fault(finding).description
         assert fix in the_fault(finding).fix
 
 
@@ -180,7 +183,7 @@ def test_faults_of_cards_in_the_kernels_log(machine, tmp_path, monkeypatch):
     line = "[1.0] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, fallen off the bus"
     add_program(tmp_path, "dmesg", f"#!/bin/sh\necho '{line}'\n")
     fault = the_fault(check_driver(machine, tmp_path / "root"))
-    assert fault.found.endswith("last one Xid (PCI:0000:3b:00): 79")
+    assert fault.description.endswith("last one Xid (PCI:0000:3b:00): 79")
     assert "grep Xid" in fault.fix
 
 
@@ -192,7 +195,7 @@ def test_memory(machine, monkeypatch, free, status, found):
     monkeypatch.setattr(machine_checks, "available_memory", lambda: free)
     finding = CHECKS["memory"](replace(machine, devices=[0, 1]))
     assert [fault.status for fault in finding.faults] == ([status] if status else [])
-    assert all(found in fault.found and "ssh <host> ps" in fault.fix for fault in finding.faults)
+    assert all(found in fault.description and "ssh <host> ps" in fault.fix for fault in finding.faults)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +217,7 @@ def test_disk(machine, monkeypatch, path, free, files, status, found, fix):
     monkeypatch.setattr(machine_checks.os, "statvfs", state)
     fault = the_fault(CHECKS["disk"](replace(machine, folders=["runs"])))
     assert fault.status == status
-    assert found in fault.found
+    assert found in fault.description
     assert fix in fault.fix
 
 
@@ -222,7 +225,7 @@ def test_a_folder_that_cannot_be_written(machine, tmp_path):
     (tmp_path / "file").touch()
     folders = [str(tmp_path / "a"), str(tmp_path / "file")]
     fault = the_fault(CHECKS["folders"](replace(machine, folders=folders)))
-    assert fault.found == f"{tmp_path}/file cannot be written: Not a directory"
+    assert fault.description == f"{tmp_path}/file cannot be written: Not a directory"
     assert f"ls -ld {tmp_path}/file" in fault.fix
 
 
@@ -251,7 +254,9 @@ def test_a_run_is_asked_for_the_ops_that_it_needs(
     )
     labels = None if ops is None else [op.label for op in ops]
     finding = CHECKS["native ops"](replace(machine, ops=labels))
-    assert [(fault.status, fault.found) for fault in finding.faults] == ([(status, found)] if status else [])
+    assert [(fault.status, fault.description) for fault in finding.faults] == (
+        [(status, found)] if status else []
+    )
     for op in ops or []:
         for name in op.folders:
             (tmp_path / "ops" / name).mkdir(parents=True)
@@ -268,7 +273,7 @@ def test_a_network_that_cannot_be_read_is_a_fault(machine, monkeypatch):
     answer = probe.Probe().examine(asdict(machine), lambda step: None)
     assert answer["network"] is None
     (fault,) = answer["findings"]["network"]["faults"]
-    assert fault["found"] == "could not be checked: OSError: no interfaces"
+    assert fault["description"] == "could not be checked: OSError: no interfaces"
 
 
 @pytest.mark.slow
@@ -278,8 +283,8 @@ def test_a_check_that_fails_or_takes_too_long_is_a_fault():
     found = run_checks(checks, 2.5, steps.append)
     gate.set()
     assert found["a"] == 1
-    assert the_fault(found["b"]).found == "could not be checked: no answer within 2.5 s"
+    assert the_fault(found["b"]).description == "could not be checked: no answer within 2.5 s"
     assert "file server" in the_fault(found["b"]).fix
-    assert the_fault(found["c"]).found == "could not be checked: KeyError: 'x'"
+    assert the_fault(found["c"]).description == "could not be checked: KeyError: 'x'"
     assert steps[0] == "a, b, c"
     assert steps[-1] == "b", "what is waited for is said"

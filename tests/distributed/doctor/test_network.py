@@ -18,7 +18,7 @@ from pipeline.distributed.doctor.network import (
     check_ports,
     check_sharing,
     choose_address,
-    chosen_interfaces,
+    choose_interfaces,
     connect_to,
     list_peers,
     open_greeting_port,
@@ -36,9 +36,9 @@ def well(hosts, **changes):
             hostname=host,
             boot_id=f"boot of {host}",
             interfaces=LO | {"eth0": [address]} | DOCKER,
-            names={other: [there] for other, there in addresses.items()},
+            resolved_names={other: [there] for other, there in addresses.items()},
             own_address=address,
-            by_ssh=address,
+            ssh_address=address,
             port=4000,
         )
         for host, address in addresses.items()
@@ -50,7 +50,12 @@ def links(networks, *closed):
     """Every way is open, but for those in `closed`: (source, target address)."""
     return {
         source: [
-            Link(name, address, "no answer" if (source, address) in closed else None, networks[source].by_ssh)
+            Link(
+                name,
+                address,
+                "no answer" if (source, address) in closed else None,
+                networks[source].ssh_address,
+            )
             for name, address, _ in list_peers(source, networks)
         ]
         for source in networks
@@ -67,16 +72,16 @@ def test_all_is_well():
     rows = check_names(networks) + check_ports(networks, open_links) + check_interfaces(networks, open_links)
     rows += check_sharing({host: list("abc") for host in "abc"}, "runs")
     assert not bad(rows)
-    assert {row.found for row in rows} >= {"all 6 connections succeed", "eth0", "shared by all hosts"}
+    assert {row.text for row in rows} >= {"all 6 connections succeed", "eth0", "shared by all hosts"}
 
 
 def test_a_closed_way_is_named_with_its_direction():
     networks = well("abc")
     (row,) = check_ports(networks, links(networks, ("a", "10.0.0.3")))
-    assert (row.found, row.hosts) == ("a -> c: no answer", ("a", "c"))
+    assert (row.text, row.hosts) == ("a -> c: no answer", ("a", "c"))
     assert "TCP from a to 10.0.0.3" in row.fix
     (row,) = check_ports(networks, links(networks, ("a", "10.0.0.3"), ("b", "10.0.0.3")))
-    assert row.found.startswith("every other host -> c")
+    assert row.text.startswith("every other host -> c")
 
 
 @pytest.mark.parametrize(
@@ -90,8 +95,8 @@ def test_a_closed_way_is_named_with_its_direction():
     ],
 )
 def test_names(name, known, status, found):
-    rows = bad(check_names(well("abc", names=well("abc")["b"].names | {name: known})))
-    assert [(row.status, row.hosts, row.found) for row in rows] == (
+    rows = bad(check_names(well("abc", resolved_names=well("abc")["b"].resolved_names | {name: known})))
+    assert [(row.status, row.hosts, row.text) for row in rows] == (
         [(status, ("b",), found)] if status else []
     )
     assert all(f"10.0.0.{1 + 'abc'.index(name)} {name}" in row.fix for row in rows)
@@ -99,7 +104,7 @@ def test_names(name, known, status, found):
 
 def test_two_names_of_one_machine():
     (row,) = bad(check_names(well("ab", hostname="a", boot_id="boot of a")))
-    assert (row.found, row.hosts) == ("a and b are the same machine", ("a", "b"))
+    assert (row.text, row.hosts) == ("a and b are the same machine", ("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_the_interface_that_gloo_would_take(own, given, closed, status, found):
     open_links = links(networks, *closed)
     rows = bad(check_interfaces(networks, open_links))
     assert [(row.status, row.hosts) for row in rows] == ([(status, ("b",))] if status else [])
-    assert all(found in row.found and "export GLOO_SOCKET_IFNAME=eth0" in row.fix for row in rows)
+    assert all(found in row.text and "export GLOO_SOCKET_IFNAME=eth0" in row.fix for row in rows)
     assert not bad(check_ports(networks, open_links))
 
 
@@ -144,21 +149,21 @@ def test_the_interface_that_gloo_would_take(own, given, closed, status, found):
 def test_nccl_chooses_by_its_own_grammar(rule, interface):
     network = well("ab", has_gpus=True, environment={"NCCL_SOCKET_IFNAME": rule} if rule else {})["b"]
     network = replace(network, interfaces=network.interfaces | {"eth1": ["10.1.0.1"]})
-    assert chosen_interfaces(network)["NCCL_SOCKET_IFNAME"][0] == interface
+    assert choose_interfaces(network)["NCCL_SOCKET_IFNAME"][0] == interface
 
 
 def test_the_address_of_a_host():
-    networks = well("abc", interfaces=LO | {"eth0": ["10.0.0.2", "10.5.0.2"]}, by_ssh="10.5.0.2")
+    networks = well("abc", interfaces=LO | {"eth0": ["10.0.0.2", "10.5.0.2"]}, ssh_address="10.5.0.2")
     assert choose_address("b", networks) == "10.0.0.2"
     # A name of ~/.ssh/config that only ssh knows.
-    networks |= {other: replace(networks[other], names={"b": []}) for other in "ac"}
+    networks |= {other: replace(networks[other], resolved_names={"b": []}) for other in "ac"}
     assert choose_address("b", networks) == "10.5.0.2"
-    assert choose_address("b", networks | {"b": replace(networks["b"], by_ssh=None)}) == "10.0.0.2"
+    assert choose_address("b", networks | {"b": replace(networks["b"], ssh_address=None)}) == "10.0.0.2"
 
 
 def test_run_folders():
     (row,) = check_sharing({"a": ["a"], "b": ["b"], "c": ["c"]}, "runs")
-    assert (row.status, "its own" in row.found) == ("ok", True)
+    assert (row.status, "its own" in row.text) == ("ok", True)
     (row,) = check_sharing({"a": ["a", "b"], "b": ["a", "b"], "c": ["c"]}, "runs")
     assert (row.status, row.hosts) == ("warning", ("c",))
     assert "mount it on c" in row.fix
@@ -181,8 +186,8 @@ def test_real_ports():
 
 def test_what_this_machine_knows():
     network = read_network(["localhost", "no.such.name.invalid"])
-    assert network.names["localhost"]
-    assert network.names["no.such.name.invalid"] == []
+    assert network.resolved_names["localhost"]
+    assert network.resolved_names["no.such.name.invalid"] == []
     assert network.interfaces["lo"]
 
 
@@ -213,10 +218,10 @@ def measured(speeds):
 def test_the_slow_link_or_host_is_named(speeds, hosts):
     names = list("abcd")[: len(speeds)]
     reduced, row = check_all_reduce(names, measured(speeds), "", has_gpus=False)
-    assert reduced.found == f"16 MiB over {len(speeds)} ranks, 4 Gbit/s per rank"
+    assert reduced.text == f"16 MiB over {len(speeds)} ranks, 4 Gbit/s per rank"
     assert (row.hosts, row.status) == (hosts, "warning" if hosts else "ok")
     slowest = speeds.index(min(speeds))
-    assert f"{names[slowest]} -> {names[(slowest + 1) % len(names)]}" in row.found
+    assert f"{names[slowest]} -> {names[(slowest + 1) % len(names)]}" in row.text
 
 
 def test_who_is_furthest_behind_is_named():
@@ -225,7 +230,7 @@ def test_who_is_furthest_behind_is_named():
         results[rank] = RankMeasurements(rank, step, f"still at {step} after 40 s")
     (row,) = check_all_reduce("abc", results, "", has_gpus=True)
     assert (row.status, row.hosts) == ("fail", ("b",))
-    assert row.found == "stopped at joining: still at joining after 40 s"
+    assert row.text == "stopped at joining: still at joining after 40 s"
     assert "NCCL_DEBUG=INFO" in row.fix
 
 
