@@ -28,7 +28,7 @@ folder.
 
 @dataclass(frozen=True)
 class Ranks:
-    """Holds this process's rank and the number of ranks, in the job and on this machine."""
+    """Rank of this process and number of ranks, in the job and on this machine."""
 
     rank: int
     """Number of this process in the job, from 0."""

@@ -546,7 +546,8 @@ class Shutdown:
         self.leave(HANG_EXIT_CODE)
 
     def _arm_exit_timer(self) -> None:
-        # The timer is a C thread, so it needs no lock of Python's and works even if this thread hangs.
+        """Start a timer that ends the process if the shutdown hangs."""
+        # The timer is a C thread. It needs no lock of Python's, so it works even if this thread hangs.
         faulthandler.dump_traceback_later(SHUTDOWN_SECONDS + 5, exit=True, file=STDERR)
 
     def _make_report(self, failure_kind: str) -> RankReport:

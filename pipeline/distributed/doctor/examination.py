@@ -57,7 +57,7 @@ from pipeline.distributed.op_builds import NativeOp
 from pipeline.distributed.ranks import parse_first_host, parse_tasks_per_node
 from pipeline.errors import LaunchError
 
-PROBE = "pipeline.distributed.doctor.probe"
+PROBE_MODULE = "pipeline.distributed.doctor.probe"
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_EXTENSIONS_DIR")
 """Prefixes of the variables of this shell that the probes receive, because they change the results."""
 CLOCK_LIMITS = (2.0, 0.5)
@@ -106,7 +106,9 @@ async def _examine(settings: ExaminationSettings) -> list[CheckRow]:
     """Start a probe on every host, and examine the hosts."""
     nodes = []
     for host in settings.devices:
-        command = ssh_command(host, PROBE, Path.cwd()) if settings.is_remote else local_command(PROBE)
+        command = (
+            ssh_command(host, PROBE_MODULE, Path.cwd()) if settings.is_remote else local_command(PROBE_MODULE)
+        )
         nodes.append(await start_process(host, command))
     rows = await _examine_nodes(settings, nodes)
     if settings.is_remote and not any(row.check in START_CHECKS for row in rows):
@@ -416,7 +418,7 @@ async def _examine_tasks(
         key: Text that every task of this step sends in its greeting.
     """
     # Number of each machine in the step -> its probe, and the devices of its ranks.
-    connected = {0: (await start_process(name, local_command(PROBE)), slots)}
+    connected = {0: (await start_process(name, local_command(PROBE_MODULE)), slots)}
     are_all_connected = asyncio.Event()
 
     async def accept_task(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

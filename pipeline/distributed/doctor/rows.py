@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 HOST = "<host>"
-"""Placeholder in a Fault. In a fix, `group_faults` replaces it with the name of the first such host."""
+"""Placeholder in a fix. `group_faults` replaces it with the name of the first host that has the fault."""
 STYLES = {"ok": "green", "warning": "yellow", "fail": "bold red"}
 """Rich style of each status, in the table."""
 LINE_WIDTH = 140

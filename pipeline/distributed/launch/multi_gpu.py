@@ -21,7 +21,7 @@ from pipeline.config.shipped import LAUNCH
 from pipeline.config.split import Device
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.launch.hostfile import Selection, choose_devices
-from pipeline.distributed.launch.multi_node import TRAIN, find_program
+from pipeline.distributed.launch.multi_node import TRAIN_SCRIPT, find_program
 from pipeline.distributed.launch.ssh import local_command
 from pipeline.distributed.launch.supervise import Supervisor
 from pipeline.distributed.ranks import ENVIRONMENT_FILE_VARIABLE, is_port
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def build_command(master: Mapping[str, Any]) -> list[str]:
         # The user's options come later on the command line, so they override these defaults.
         defaults = [f"--master_port={master['port']}", "--log_level=warning"]
-        return [find_program("deepspeed"), *defaults, *options, str(TRAIN)]
+        return [find_program("deepspeed"), *defaults, *options, str(TRAIN_SCRIPT)]
 
     def run() -> int:
         check_options(options, os.environ)

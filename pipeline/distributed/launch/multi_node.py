@@ -38,14 +38,14 @@ from pipeline.distributed.ranks import ENVIRONMENT_FILE_VARIABLE, is_port
 from pipeline.errors import LaunchError, report_errors
 from pipeline.redaction import redact
 
-TRAIN = LAUNCH / "train.py"
-GUARD = "pipeline.distributed.launch.node_guard"
+TRAIN_SCRIPT = LAUNCH / "train.py"
+GUARD_MODULE = "pipeline.distributed.launch.node_guard"
 INSTALL_ADVICE = {
     "deepspeed": "make setup",
     "torchrun": "make setup",
     "mpirun": "apt-get install openmpi-bin",
 }
-"""Program -> the command that installs it, where apt-get has no package of its name."""
+"""Program -> command that installs it. A program that is not listed is the apt-get package of its name."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -140,7 +140,7 @@ class MultiNodeLaunch:
         # Name and value are one word with an equals sign, because a value may begin with a dash.
         words = [f"{name}={value}" for name, value in values.items() if value != ""]
         flags = ["--force_multi", "--no_ssh_check"]
-        return [find_program("deepspeed"), *words, *flags, str(TRAIN), *self.arguments]
+        return [find_program("deepspeed"), *words, *flags, str(TRAIN_SCRIPT), *self.arguments]
 
 
 def plan_launch(argv: Sequence[str], environment: Mapping[str, str]) -> MultiNodeLaunch:
@@ -159,7 +159,7 @@ def plan_launch(argv: Sequence[str], environment: Mapping[str, str]) -> MultiNod
     command_line_texts = {
         "the working folder": os.getcwd(),
         "Python": sys.executable,
-        "the project's train.py": str(TRAIN),
+        "the project's train.py": str(TRAIN_SCRIPT),
         "--master_addr": options.master_addr or "none",
     }
     for name, text in command_line_texts.items():
@@ -242,7 +242,7 @@ def run(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
             code = _run_doctor(launch, environment)
             if code:
                 return code
-        guards = {host: ssh_command(host, GUARD, Path.cwd()) for host in launch.devices}
+        guards = {host: ssh_command(host, GUARD_MODULE, Path.cwd()) for host in launch.devices}
         supervisor = Supervisor(guards, launch.document, launch.map_ranks_to_nodes())
 
         def build_command(master: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.distributed.launch.environment import split_arguments
-from pipeline.distributed.launch.multi_node import TRAIN, find_program
+from pipeline.distributed.launch.multi_node import TRAIN_SCRIPT, find_program
 from pipeline.distributed.machine import count_gpus
 from pipeline.distributed.ranks import is_port
 from pipeline.distributed.waiting import TimedWait, find_own_address, wait_for_port
@@ -57,7 +57,7 @@ def build_command(argv: Sequence[str]) -> list[str]:
         )
     if ":" in nodes and "max_restarts" not in parsed:
         added.append(f"--max-restarts={DEFAULT_MAX_RESTARTS}")
-    return [find_program("torchrun"), *added, *options, str(TRAIN), *arguments]
+    return [find_program("torchrun"), *added, *options, str(TRAIN_SCRIPT), *arguments]
 
 
 def _is_range(nodes: str) -> bool:
@@ -125,7 +125,7 @@ def wait_for_others(words: Sequence[str]) -> None:
     Raises:
         LaunchError: The endpoint cannot be reached within torchrun's `join_timeout`.
     """
-    parsed = _parse_options(words[1 : words.index(str(TRAIN))])
+    parsed = _parse_options(words[1 : words.index(str(TRAIN_SCRIPT))])
     rendezvous_options = parsed.get("rdzv_conf", "")
     if "rdzv_endpoint" in parsed:
         if parsed.get("rdzv_backend") != "c10d" or "is_host" in rendezvous_options:
@@ -168,7 +168,7 @@ def check_node_counts(words: Sequence[str]) -> int:
     Returns:
         Exit code of the plan for the highest number of machines: 0 if the run can start, 2 for bad input.
     """
-    train_position = words.index(str(TRAIN))
+    train_position = words.index(str(TRAIN_SCRIPT))
     parsed = _parse_options(words[1:train_position])
     lowest, _, highest = parsed.get("nnodes", "1").partition(":")
     ranks_per_node = parsed["nproc_per_node"]

@@ -15,7 +15,7 @@ from support.launch import ROOT
 from pipeline.__main__ import main
 from pipeline.distributed.doctor.all_reduce import RANK_MODULE, _transfer
 from pipeline.distributed.doctor.examination import (
-    PROBE,
+    PROBE_MODULE,
     ExaminationSettings,
     check_clocks,
     describe_missing_answer,
@@ -129,9 +129,9 @@ def run_on(command, question):
 @pytest.mark.slow
 def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
     """The remote shell's own words are not taken for answers."""
-    talking = ["sh", "-c", f"echo Welcome; exec {shlex.join(local_command(PROBE))}"]
+    talking = ["sh", "-c", f"echo Welcome; exec {shlex.join(local_command(PROBE_MODULE))}"]
     assert abs(run_on(talking, measure_clock_offset)) < 0.1
-    assert not [p for p in psutil.Process().children() if p.cmdline()[-2:] == ["-m", PROBE]]
+    assert not [p for p in psutil.Process().children() if p.cmdline()[-2:] == ["-m", PROBE_MODULE]]
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_what_ssh_runs_there_takes_every_name_as_it_is(tmp_path, name):
     folder = tmp_path / name
 
     def there(python):
-        command = ssh_command("b", PROBE, folder, python)[-1]
+        command = ssh_command("b", PROBE_MODULE, folder, python)[-1]
         return subprocess.run(
             ["sh", "-c", command], cwd=tmp_path, capture_output=True, check=False, input=b""
         )

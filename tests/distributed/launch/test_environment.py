@@ -20,7 +20,7 @@ from pipeline.distributed.launch.environment import (
     split_arguments,
     write_document,
 )
-from pipeline.distributed.launch.multi_node import TRAIN, main, plan_launch
+from pipeline.distributed.launch.multi_node import TRAIN_SCRIPT, main, plan_launch
 from pipeline.errors import LaunchError
 
 HOSTILE = "$(touch x) `id` \"'; echo é\n\\ %n *"
@@ -130,7 +130,7 @@ def test_a_thousand_hostile_arguments_and_values_arrive_through_a_shell(hostfile
         shell = {f"WANDB_{n}": value for n, value in enumerate(some)}
         launch = plan_launch([str(hostfile), "--no-doctor", "--", *given], shell)
         words = launch.build_command(hostfile, {"address": "10.0.0.1", "port": 3})
-        lines.append(" ".join(["printf", r"'%s\0'", *words[words.index(str(TRAIN)) :]]))
+        lines.append(" ".join(["printf", r"'%s\0'", *words[words.index(str(TRAIN_SCRIPT)) :]]))
         assert bool(launch.arguments) == (start < 30)
         launches.append((launch, given, shell))
         assert not any(value in word for value in some if len(value) > 20 for word in words)
@@ -163,7 +163,7 @@ def test_what_deepspeed_is_given(hostfile, arguments, expected):
     words = launch.build_command(hostfile, {"address": "10.0.0.1", "port": 3})
     assert "--force_multi" in words  # else one machine, though remote, means this one
     assert set(expected) <= set(words)
-    assert words[words.index(str(TRAIN)) + 1 :][:2] == ["--deepspeed", "z.json"]
+    assert words[words.index(str(TRAIN_SCRIPT)) + 1 :][:2] == ["--deepspeed", "z.json"]
     assert any(word.startswith("--include") for word in words) == (expected == ["--include=b:0,2"])
     if "b" in arguments and "--include" in arguments:
         assert launch.format_hostfile() == "b slots=4\n"
