@@ -616,7 +616,7 @@ class Shutdown:
         claimant = self._rank_processes[failure.rank]
         is_only_reporter = self._is_first_on_machine and own.machine != claimant.machine
         if own.rank != claimant.rank and reports_own_exit(is_only_reporter):
-            self._print_line(f"{own}: ends with {failure.code}: {sentence}")
+            self._print_line(f"{own}: exits with code {failure.code}: {sentence}")
 
     @property
     def _is_first_on_machine(self) -> bool:

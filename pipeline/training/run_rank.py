@@ -196,7 +196,8 @@ def _end_with_failure(
         # to finish. `_exit` skips the process group's destructor, which would wait for peers, and CUDA's,
         # which abort after a device failure with an exit code of their own.
         if not shows_failure:
-            time.sleep(3 if watchdog is None else MAX_SHUTDOWN_SECONDS)  # the watchdog exits with the job's code
+            # The watchdog, if there is one, exits with the job's code during this time.
+            time.sleep(3 if watchdog is None else MAX_SHUTDOWN_SECONDS)
             if reports_own_exit(ranks.local_rank == 0):
                 print(
                     f"{_format_rank(ranks)}: exits with code {code}, because the job failed on another rank",
