@@ -210,6 +210,7 @@ def _format_ranks_of(group: Iterable[RankReport] | Iterable[LostRank]) -> str:
 
 
 def _group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return key -> items with this key, in the order of the items."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -341,7 +341,9 @@ def driver_version(root: Path = ROOT) -> str | None:
         root: Root of the file system.
     """
     with suppress(OSError):
-        match = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _read(root / "proc/driver/nvidia/version"))
+        match = re.search(
+            r"Module\s+(?:for \S+\s+)?([\d.]+)", _read_text(root / "proc/driver/nvidia/version")
+        )
         return match[1] if match else None
     return None
 
@@ -369,9 +371,9 @@ def count_installed_gpus(vendor: str, root: Path = ROOT) -> int:
     count = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
-            device_class = _read(device / "class").strip()
+            device_class = _read_text(device / "class").strip()
             is_gpu = device_class.startswith(("0x03", "0x12"))  # display controllers, accelerators
-            if is_gpu and _read(device / "vendor").strip() == vendor:
+            if is_gpu and _read_text(device / "vendor").strip() == vendor:
                 count += 1
     return count
 
@@ -493,5 +495,6 @@ def explain_idle_gpu(build: TorchBuild, environment: Mapping[str, str], root: Pa
     return f"torch ({build.version}) does not see it; to find the fault run: {command}"
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
+    """Return the text of a file; bytes that are not UTF-8 are replaced."""
     return path.read_text(errors="replace")

@@ -79,7 +79,7 @@ def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProces
         store.set(f"pipeline/arrived/{ranks.rank}", token)
         if ranks.is_main_process:
             _answer_arrivals(store, 1, attempt=token)
-        attempt = store.get(_answer_key(token)).decode()
+        attempt = store.get(_format_answer_key(token)).decode()
         job_store = PrefixStore(f"pipeline/{attempt}", store)
         own_process = [platform.node(), os.getpid(), machine_id()]
         job_store.set(f"pipeline/process/{ranks.rank}", json.dumps(own_process))
@@ -139,10 +139,10 @@ def _answer_arrivals(store: Store, world_size: int, attempt: str) -> None:
     Nothing reads the answers to these.
     """
     for token in read_by_rank(store, "arrived", range(world_size)).values():
-        store.compare_set(_answer_key(token.decode()), "", attempt)
+        store.compare_set(_format_answer_key(token.decode()), "", attempt)
 
 
-def _answer_key(token: str) -> str:
+def _format_answer_key(token: str) -> str:
     """Return the store's key for the answer to a rank's token."""
     return f"pipeline/answer/{token}"
 

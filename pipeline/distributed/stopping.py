@@ -132,7 +132,7 @@ class FlagReader:
 
 
 def _decode_flags(flags: Tensor) -> Flags:
-    """Return the requests in a sum of flags. Each flag is a digit of the sum."""
+    """Return the requests in a sum of flags, in which each flag has bits of its own."""
     rank_0_requests, counts = divmod(int(flags), EVALUATE_FLAG)
     num_stops, num_saves = divmod(counts, STOP_FLAG)
     return Flags(

@@ -294,7 +294,7 @@ class WatchdogStore:
         self._store.set(f"pipeline/report/{self._rank}", json.dumps(asdict(report)))
 
     def reports(self, ranks: Sequence[int]) -> list[RankReport]:
-        """Return the reports of those of `ranks` that sent one."""
+        """Return the reports of `ranks`, without the ranks that have not sent a report."""
         reports = []
         for value in read_by_rank(self._store, "report", ranks).values():
             fields = json.loads(value)
@@ -332,6 +332,7 @@ def read_by_rank(store: Store, key: str, ranks: Sequence[int]) -> dict[int, byte
 
 
 def _parse_failure(value: bytes) -> Failure:
+    """Return the failure in a value of FAILURE_KEY other than NO_FAILURE."""
     return Failure(**json.loads(value))
 
 
@@ -632,8 +633,8 @@ class Shutdown:
     def _claim_printing(self) -> bool:
         """Claim the printing of the diagnosis without the store, and return whether this rank has it.
 
-        For each shared run directory one rank prints it: the first one that creates a file there. Without a
-        run directory, the first rank of each machine prints it, where rank 0 does not count.
+        Of the ranks that share a run directory, the first rank that creates a file there prints it. Without a
+        run directory, one rank of each machine prints it: the lowest rank other than rank 0.
         """
         if self.folder is not None:
             with suppress(OSError):
@@ -825,7 +826,7 @@ class Watchdog:
                 suspected = self._suspected or self._find_lost_ranks(watched)
                 if failure is None and suspected is not None:
                     failure = self._store.claim(suspected)
-            except dist.DistNetworkError:  # the store's process has ended; _check_limits ends this one
+            except dist.DistNetworkError:  # the store's process has ended; _check_limits ends this process
                 self._has_store_failed = True
                 return
             except RuntimeError:  # no answer in time

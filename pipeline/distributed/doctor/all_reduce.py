@@ -156,9 +156,9 @@ def _measure(
     seconds = []
     for _ in range(NUM_REPEATS):
         dist.barrier()
-        started = _now(device)
+        started = _read_clock(device)
         dist.all_reduce(values)
-        seconds.append(_now(device) - started)
+        seconds.append(_read_clock(device) - started)
     measurements.bandwidth = 2 * (world_size - 1) / world_size * measurements.size / min(seconds)
     dist.barrier()
     dist.destroy_process_group()
@@ -185,16 +185,16 @@ def _transfer(rank: int, rounds: Rounds, device: torch.device) -> list[list[floa
             elif rank == target:
                 seconds = []
                 for _ in range(NUM_REPEATS):
-                    started = _now(device)
+                    started = _read_clock(device)
                     dist.send(request, source)
                     dist.recv(buffer, source)
-                    seconds.append(_now(device) - started)
+                    seconds.append(_read_clock(device) - started)
                 received.append([source, target, len(buffer) / min(seconds)])
         dist.barrier()
     return received
 
 
-def _now(device: torch.device) -> float:
+def _read_clock(device: torch.device) -> float:
     """Return the host's time in seconds, after synchronizing with the device."""
     import torch
 

@@ -49,7 +49,7 @@ INSTALL_ADVICE = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises a `LaunchError` where argparse would print its usage and exit."""
+    """Parser that raises a `LaunchError` for wrong arguments; argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"{message}; see {LAUNCH / 'multi_node.sh'} --help")
