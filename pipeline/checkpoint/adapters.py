@@ -110,7 +110,7 @@ def describe_adapter(
     computed = next(each for each in job.gather_object(own) if each is not None)
     known = {} if checkpoint is None else checkpoint.state.get(STATE_KEY, {})
     base = job.run_on_main_rank(lambda: _describe_base(config, open_checkpoint, known))
-    return {STATE_KEY: computed | base | _describe_quantisation(config.adapter, model)}
+    return {STATE_KEY: computed | base | _describe_quantization(config.adapter, model)}
 
 
 def drop_file_stamps(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,13 +121,13 @@ def drop_file_stamps(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe_quantisation(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
-    """Return the base's quantisation and the names of its quantised layers; empty if it has none."""
+def _describe_quantization(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
+    """Return the base's quantization and the names of its quantized layers; empty if it has none."""
     if config.quantize is None:
         return {}
-    from pipeline.models.quantised import find_quantised_layers
+    from pipeline.models.quantized import find_quantized_layers
 
-    return {"quantize": config.quantize, "quantized": [name for name, _ in find_quantised_layers(model)]}
+    return {"quantize": config.quantize, "quantized": [name for name, _ in find_quantized_layers(model)]}
 
 
 def _read_layer_settings(layer: Any) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def _read_model_config(manifest: Manifest) -> dict[str, Any]:
 class MergedWeights:
     """Merged weights of an adapter and its base, tensor by tensor; see WeightFile.
 
-    They are computed in fp32 and returned in the base's precision. A base in 4 bits is quantised again from
+    They are computed in fp32 and returned in the base's precision. A base in 4 bits is quantized again from
     the original weights, so no checkpoint has a copy of it.
     """
 
@@ -337,7 +337,7 @@ class MergedWeights:
         base = self._about[BASE]
         self._adapter = CheckpointWeights(manifest)
         self._layers = set(list_adapted_layer_names(self._adapter.entries))
-        self._rounding = QuantisationRounding(self._about) if self._about.get("quantize") else None
+        self._rounding = QuantizationRounding(self._about) if self._about.get("quantize") else None
         self._full_tensors = {
             name: entry
             for name, entry in self._adapter.entries.items()
@@ -399,7 +399,7 @@ class MergedWeights:
 
     @property
     def rounding_error(self) -> float | None:
-        """Relative error ||W - W in 4 bits|| / ||W|| of the layers read; `None` if none is quantised."""
+        """Relative error ||W - W in 4 bits|| / ||W|| of the layers read; `None` if none is quantized."""
         return None if self._rounding is None else self._rounding.error
 
     def close(self) -> None:
@@ -408,8 +408,8 @@ class MergedWeights:
         self._base.close()
 
 
-class QuantisationRounding:
-    """Rounds a base's weights as QLoRA did in training: quantises and dequantises them.
+class QuantizationRounding:
+    """Rounds a base's weights as QLoRA did in training: quantizes and dequantizes them.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -417,7 +417,7 @@ class QuantisationRounding:
 
     def __init__(self, about: Mapping[str, Any]):
         require_package("bitsandbytes", "merging an adapter whose base is in nf4")
-        from pipeline.models.quantised import pack_nf4, unpack_nf4
+        from pipeline.models.quantized import pack_nf4, unpack_nf4
 
         self._round = lambda weight: unpack_nf4(pack_nf4(weight))
         self._layers = frozenset(about["quantized"])
@@ -426,7 +426,7 @@ class QuantisationRounding:
         self._total_square = 0.0
 
     def round_as_trained(self, layer: str, values: Tensor) -> Tensor:
-        """Return a layer's weight as it was in training, in fp32; unchanged if it was not quantised."""
+        """Return a layer's weight as it was in training, in fp32; unchanged if it was not quantized."""
         if layer not in self._layers:
             return values
         exact = values.float()

@@ -73,7 +73,7 @@ class ExportResult:
     is_adapter: bool
     """Whether the folder has an adapter, which peft applies to its base."""
     rounding_error: float | None = None
-    """Relative error ||W - W in 4 bits|| / ||W|| of the base's quantised layers.
+    """Relative error ||W - W in 4 bits|| / ||W|| of the base's quantized layers.
 
     `None` unless an adapter was merged into a base in 4 bits."""
 

@@ -42,7 +42,7 @@ _INSTEAD = {
     "it holds back updates that no checkpoint contains, so a run could not be resumed; use "
     "offload_optimizer: {device: cpu} alone": "zero_optimization.offload_optimizer.super_offload "
     "zero_optimization.zenflow",
-    "remove it, and quantise or compress the exported weights after training": (
+    "remove it, and quantize or compress the exported weights after training": (
         "compression_training quantize_training weight_quantization"
     ),
     "set batch.gradient_accumulation_steps in the recipe": "managed_gradient_accumulation",

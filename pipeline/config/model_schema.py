@@ -226,7 +226,7 @@ class AdapterConfig(RecipeSection):
     model."""
     quantize: Literal["nf4"] | None = None
     """`nf4`: frozen weights of linear layers are stored in 4 bits (QLoRA, Dettmers et al. 2023), except
-    those of the output layer and of `modules_to_save`. bitsandbytes quantises them to NF4 in blocks of 64,
+    those of the output layer and of `modules_to_save`. bitsandbytes quantizes them to NF4 in blocks of 64,
     and their scales as well: about 0.516 bytes a parameter. For plain PyTorch, DDP and ZeRO 0 to 2."""
     weights: str | None = None
     """Adapter of this model from which training starts: a folder of peft, or an adapter that `export`

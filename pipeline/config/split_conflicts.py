@@ -342,7 +342,7 @@ RULES: list[ConflictRule] = [
     ),
     ConflictRule(
         "`zero_quantized_weights` or `zero_quantized_gradients` without a GPU",
-        "DeepSpeed's quantisation kernels exist for CUDA only",
+        "DeepSpeed's quantization kernels exist for CUDA only",
         "neither key; zero_hpz_partition_size works on every device",
         lambda c: _quantizes(c) and c.device.kind == "cpu",
     ),

@@ -31,7 +31,7 @@ ASYNC_IO = NativeOp(
     "DeepSpeed's async_io", "AsyncIOBuilder", ("pin_memory", "async_io"), "three to five minutes"
 )
 QUANTIZER = NativeOp(
-    "DeepSpeed's quantiser (ZeRO++)",
+    "DeepSpeed's quantizer (ZeRO++)",
     "QuantizerBuilder",
     ("quantizer",),
     "one or two minutes",

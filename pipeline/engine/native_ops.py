@@ -52,7 +52,7 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
         The configuration, or a changed copy that selects torch's AdamW if a rank cannot build CPU Adam.
 
     Raises:
-        ConfigError: a rank cannot build an op that a feature requires: NVMe offload, quantised ZeRO++, or
+        ConfigError: a rank cannot build an op that a feature requires: NVMe offload, quantized ZeRO++, or
             offloaded master weights in half precision.
     """
     for op in needed_ops(config):

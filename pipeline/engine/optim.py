@@ -26,7 +26,7 @@ Groups = list[dict[str, Any]]
 """Parameter groups as group_parameters returns them."""
 
 # Trial of a user's own optimizer.
-TRIAL_SHAPE = (64, 80)  # of the matrix; large enough for libraries that quantise only large states
+TRIAL_SHAPE = (64, 80)  # of the matrix; large enough for libraries that quantize only large states
 TRIAL_PIECE_SIZE = 3_000  # elements of a flat piece; not a multiple of a row
 TRIAL_STEPS = 8
 TRIAL_RATE = 1e-2  # the run's own rate may be too low to distinguish two updates

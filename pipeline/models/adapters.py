@@ -263,7 +263,7 @@ def add_adapter(
         model: The model, changed in place.
         config: The recipe's adapter section.
         seed: The seed of the initial values.
-        sharding: The placement in which the model was built, a QuantisedBasePlacement with `config.quantize`.
+        sharding: The placement in which the model was built, a QuantizedBasePlacement with `config.quantize`.
             In a FrozenBasePlacement, trained parameters are fp32.
         job: The ranks, of which rank 0 reads `config.weights`.
         dtype: The dtype of products.
@@ -281,9 +281,9 @@ def add_adapter(
     fully_trained = find_fully_trained(config, model)
     embeddings = [p for p in find_vocabulary_parameters(model) if getattr(p, "has_new_rows", False)]
     if config.quantize is not None:
-        from pipeline.models.quantised import quantise_base
+        from pipeline.models.quantized import quantize_base
 
-        quantise_base(model, fully_trained, sharding, dtype)
+        quantize_base(model, fully_trained, sharding, dtype)
     elif isinstance(sharding, HalfBasePlacement):
         accept_fp32_inputs(model, fully_trained, sharding)
     _inject_layers(model, build_peft_config(config, targets), config.quantize is not None)
@@ -356,7 +356,7 @@ def measure_reduced_base(model: nn.Module) -> tuple[int, int]:
 def _count_bytes(weight: Tensor) -> int:
     if not hasattr(weight, "quant_state"):
         return weight.numel() * weight.element_size()
-    from pipeline.models.quantised import count_nf4_bytes
+    from pipeline.models.quantized import count_nf4_bytes
 
     return count_nf4_bytes(weight)
 
@@ -395,7 +395,7 @@ def _add_magnitudes(model: nn.Module, sharding: Sharding) -> None:
 def _get_values(weight: Tensor) -> Tensor:
     if not hasattr(weight, "quant_state"):
         return weight.detach()
-    from pipeline.models.quantised import unpack_nf4
+    from pipeline.models.quantized import unpack_nf4
 
     return unpack_nf4(weight)  # type: ignore[arg-type]
 

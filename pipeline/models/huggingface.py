@@ -55,7 +55,7 @@ from pipeline.models.attention import CAUSAL_FIELDS, resolve_attention_name
 from pipeline.models.embeddings import grow_vocabulary
 from pipeline.models.sharding import ModelRequest, Sharding
 from pipeline.models.transformers_facts import resolve_pretrained
-from pipeline.models.weights import draw_parameter, get_quantisation_method
+from pipeline.models.weights import draw_parameter, get_quantization_method
 
 
 @torch.no_grad()
@@ -386,7 +386,7 @@ def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
     """Return the folder or hub name of `config.pretrained`, and the config of its model.
 
     Raises:
-        ModelError: There is no such model, or its weights are quantised.
+        ModelError: There is no such model, or its weights are quantized.
     """
     given = f"model.pretrained: {config.pretrained!r}"
     name = resolve_pretrained(config.pretrained or "")
@@ -399,9 +399,9 @@ def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
         if "custom code" in str(error):
             hint += "; set model.trust_remote_code=true to run it"
         raise ModelError(f"{given}: {_get_reason(error)}{hint}") from None
-    if quantisation := getattr(hf_config, "quantization_config", None):
+    if quantization := getattr(hf_config, "quantization_config", None):
         raise ModelError(
-            f"{given}: its weights are already quantised ({get_quantisation_method(quantisation)}); use the "
+            f"{given}: its weights are already quantized ({get_quantization_method(quantization)}); use the "
             "original model, which adapter.quantize=nf4 stores in 4 bits"
         )
     return name, hf_config

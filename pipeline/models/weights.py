@@ -224,7 +224,7 @@ def open_hub(name: str) -> WeightFile:
     """Open the safetensors of a hub repository in this machine's cache.
 
     Raises:
-        ModelError: The repository is not in the cache, or has no safetensors or quantised ones there.
+        ModelError: The repository is not in the cache, or has no safetensors or quantized ones there.
     """
     from huggingface_hub import snapshot_download
 
@@ -234,7 +234,7 @@ def open_hub(name: str) -> WeightFile:
         raise ModelError(
             f"{name} is not in the hub's cache on this machine: {_get_first_sentence(error)}"
         ) from None
-    _refuse_quantised(folder)
+    _refuse_quantized(folder)
     files = sorted(folder.glob("*.safetensors"))  # links into the cache's folder of blobs
     if not files:
         raise ModelError(f"{name} has no safetensors in the hub's cache on this machine; download them")
@@ -250,7 +250,7 @@ def tokenizer_beside(path: Path) -> Path | None:
 
 
 def _open_folder(folder: Path) -> WeightFile:
-    _refuse_quantised(folder)
+    _refuse_quantized(folder)
     for name in WEIGHT_FILES:
         if (folder / name).exists():
             is_index = name.endswith(".json")
@@ -269,7 +269,7 @@ def _open_folder(folder: Path) -> WeightFile:
     raise weights_error(folder, f"has no weights; expected {expected}{hint}")
 
 
-def _refuse_quantised(folder: Path) -> None:
+def _refuse_quantized(folder: Path) -> None:
     try:
         config = json.loads(read_regular_file(folder / "config.json", MAX_DESCRIPTION_BYTES))
         given = config.get("quantization_config")
@@ -278,12 +278,12 @@ def _refuse_quantised(folder: Path) -> None:
     if given:
         raise weights_error(
             folder,
-            f"has weights that are already quantised ({get_quantisation_method(given)}); "
+            f"has weights that are already quantized ({get_quantization_method(given)}); "
             "give the original ones",
         )
 
 
-def get_quantisation_method(given: Any) -> str:
+def get_quantization_method(given: Any) -> str:
     """Return the name of the method in a quantization_config."""
     return str(given.get("quant_method") if isinstance(given, dict) else given)[:50]
 

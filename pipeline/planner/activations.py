@@ -70,7 +70,7 @@ class AdapterShape:
     largest: int = 0
     """Number of elements of the largest matrix in the frozen base."""
     in_4_bits: bool = False
-    """Whether the base is stored in 4 bits, and each matrix is dequantised for its product."""
+    """Whether the base is stored in 4 bits, and each matrix is dequantized for its product."""
 
 
 def measure_adapter(own: ModelSpec, adapter: AdapterConfig | None) -> AdapterShape | None:

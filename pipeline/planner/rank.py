@@ -264,7 +264,7 @@ def _read_literal(source: str, name: str) -> dict[str, str]:
 
 # Sizes of NF4 in bitsandbytes.
 _VALUES_PER_SCALE = 64
-_SCALES_PER_SCALE = 256  # scales are quantised, too
+_SCALES_PER_SCALE = 256  # scales are quantized, too
 _TABLE_BYTES = 16 * 4 + 256 * 4  # tables of values and of scales
 
 

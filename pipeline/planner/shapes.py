@@ -181,7 +181,7 @@ def read_model_spec(config: RunConfig) -> ModelSpec | None:
         stated = read_pretrained_config(model.pretrained)
         if stated.get("quantization_config"):
             raise ModelError(
-                f"model.pretrained: {model.pretrained!r}: its weights are quantised already; "
+                f"model.pretrained: {model.pretrained!r}: its weights are quantized already; "
                 "take the model with weights in 16 or 32 bits, and adapter.quantize for a base in 4 bits"
             )
         family = str(stated.get("model_type"))

@@ -61,7 +61,7 @@ class StepSpec:
     """Share of the parameters whose gradients are reduced."""
     weight_gradients: float = 1.0
     """Share of the matrices whose gradients are computed; 0 with an adapter."""
-    quantised: bool = False
+    quantized: bool = False
     """Whether the frozen base is stored in 4 bits."""
     weight_bytes: float = 2
     """Bytes of an element of weights and gradients in collectives."""
@@ -112,7 +112,7 @@ class StepSpec:
             recompute=_read_recompute_share(config),
             trained=model.trained / model.numel,
             weight_gradients=trained / elements if elements else 1.0,
-            quantised=config.adapter is not None and config.adapter.quantize is not None,
+            quantized=config.adapter is not None and config.adapter.quantize is not None,
             weight_bytes=2 if split.precision != "fp32" and resolved.deepspeed is not None else 4,
         )
 
@@ -229,8 +229,8 @@ OPTIMIZER_BYTES = 30
 written."""
 ADAPTER_BYTES = 200
 """Bytes per hidden element, token and layer that low-rank matrices beside all linear layers move."""
-DEQUANTISE_BYTES = 16
-"""Bytes per parameter and pass that dequantising a base in 4 bits moves."""
+DEQUANTIZE_BYTES = 16
+"""Bytes per parameter and pass that dequantizing a base in 4 bits moves."""
 
 
 def estimate_rates(
@@ -341,8 +341,8 @@ def _time_computation(job: StepSpec, rates: HardwareRates, tokens: float) -> dic
         stream += ADAPTER_BYTES
     # Norms and residuals, half of the bytes, are computed on every tensor-parallel rank.
     moved = job.hidden * tokens * passes * stream * (1 + 1 / job.tensor) / 2 * blocks
-    if job.quantised:
-        moved += DEQUANTISE_BYTES * job.blocks * share * (2 + job.recompute)
+    if job.quantized:
+        moved += DEQUANTIZE_BYTES * job.blocks * share * (2 + job.recompute)
     head = (6 if job.weight_gradients else 4) * job.vocabulary * job.hidden / rates.products
     head += job.vocabulary * ENTRIES / rates.memory
     found = {

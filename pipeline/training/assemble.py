@@ -266,10 +266,10 @@ def choose_base_sharding(
         dtype: Dtype of matrix products.
     """
     if adapter.quantize is not None:
-        from pipeline.models.quantised import QuantisedBasePlacement  # imports bitsandbytes
+        from pipeline.models.quantized import QuantizedBasePlacement  # imports bitsandbytes
 
         assert isinstance(sharding, DevicePlacement)  # the settings refuse other splits
-        return QuantisedBasePlacement(sharding, adapter, model)
+        return QuantizedBasePlacement(sharding, adapter, model)
     if isinstance(sharding, DevicePlacement) and sharding.dtype != dtype:
         return HalfBasePlacement(sharding, adapter, dtype)
     return sharding

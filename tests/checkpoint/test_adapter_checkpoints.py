@@ -361,7 +361,7 @@ def test_an_adapter_over_a_base_in_4_bits_opens_anywhere(tmp_path, request, capf
     held = {"wide": "81,920 weights in 56 KiB", "gpt2": "98,304 weights in 58 KiB"}[name]
     assert f" over a base in nf4 ({held}, 0." in capfd.readouterr().err
     opened = logits_of(base, quantization_config=NF4)
-    assert (opened - logits_of(base)).abs().max() > 1e-3, "nothing is quantised"
+    assert (opened - logits_of(base)).abs().max() > 1e-3, "nothing is quantized"
     assert not torch.allclose(expected, opened, atol=1e-3), "nothing was trained"
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
     found = logits_of(base, tmp_path / "adapter", quantization_config=NF4)
@@ -380,7 +380,7 @@ def test_an_adapter_over_a_base_in_4_bits_opens_anywhere(tmp_path, request, capf
 
 
 @pytest.mark.nightly
-def test_a_base_that_is_quantised_already_is_refused(tmp_path, wide):
+def test_a_base_that_is_quantized_already_is_refused(tmp_path, wide):
     trained(
         settings(
             tmp_path, "run", {"pretrained": str(tied_copy(wide, tmp_path / "own"))}, {"rank": 2}, wide, 1
@@ -389,7 +389,7 @@ def test_a_base_that_is_quantised_already_is_refused(tmp_path, wide):
     config = json.loads((tmp_path / "own" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "own" / "config.json").write_text(json.dumps(config))
-    match = r"already quantised \(bitsandbytes\); give the original ones"
+    match = r"already quantized \(bitsandbytes\); give the original ones"
     with pytest.raises(ModelError, match=match):
         pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
     for given in (

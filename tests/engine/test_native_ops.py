@@ -234,8 +234,8 @@ def test_two_of_our_runs_build_once_and_one_tells_what_it_waits_for(small_op, tm
     assert (lock.parent / "small.so").exists()
 
 
-def asked_to_quantise(job: Job, cuda: str | None, home: str | None) -> str:
-    """The message for a split with quantised ZeRO++, with a torch of this CUDA and this CUDA_HOME."""
+def asked_to_quantize(job: Job, cuda: str | None, home: str | None) -> str:
+    """The message for a split with quantized ZeRO++, with a torch of this CUDA and this CUDA_HOME."""
     import torch.utils.cpp_extension
 
     from pipeline.engine.native_ops import prepare_native_ops
@@ -252,7 +252,7 @@ def asked_to_quantise(job: Job, cuda: str | None, home: str | None) -> str:
     return "it was built"
 
 
-def test_a_quantiser_that_cannot_be_built_is_told_before_there_is_a_model(ranks, tmp_path):
+def test_a_quantizer_that_cannot_be_built_is_told_before_there_is_a_model(ranks, tmp_path):
     """DeepSpeed would compile it in the first forward, with whatever nvcc there is."""
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
@@ -263,7 +263,7 @@ def test_a_quantiser_that_cannot_be_built_is_told_before_there_is_a_model(ranks,
         ("13.0", None, "CUDA_HOME does not exist, unable to compile CUDA op(s)"),
         ("13.0", str(tmp_path), "nvcc is from CUDA 11.8, torch was built with 13.0"),
     ):
-        (told,) = ranks(1).run(asked_to_quantise, cuda, home)
+        (told,) = ranks(1).run(asked_to_quantize, cuda, home)
         assert told.startswith("zero_optimization: zero_quantized_weights, zero_quantized_gradients: ")
         assert f"cannot be built ({reason}); install CUDA {cuda or ''}" in told
         assert told.endswith("or use zero_hpz_partition_size alone")

@@ -114,7 +114,7 @@ class Listing(Signed):
         return p.grad.sign()
 
 
-class Quantised(Signed):
+class Quantized(Signed):
     def update(self, p, group):
         self.state[p]["bits"] = torch.zeros_like(p, dtype=torch.uint8)
         return p.grad.sign()
@@ -181,7 +181,7 @@ BROKEN = {
     ("InAttribute", PLAIN): r"stores state outside of self\.state\[p\].* store it in self\.state\[p\]",
     ("InGroup", PLAIN): r"stores state outside of self\.state\[p\]",
     ("Listing", PLAIN): r"stores a list as 'norms', which a checkpoint cannot contain",
-    ("Quantised", PLAIN): r"stores a tensor of torch\.uint8 as 'bits', which a checkpoint cannot contain",
+    ("Quantized", PLAIN): r"stores a tensor of torch\.uint8 as 'bits', which a checkpoint cannot contain",
     ("Drifting", PLAIN): r"changes a parameter that has no gradient; write `if p\.grad is None: continue`",
     ("NoneFails", PLAIN): r"tried out without a gradient, raised AttributeError: .*test_own_optimizer\.py",
     ("torch.optim:LBFGS", PLAIN): r"raised ",

@@ -122,7 +122,7 @@ def test_an_engine_after_hpz_has_none_of_its_groups(ranks):
 
 
 @pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
-def test_quantised_communication_is_refused_on_a_cpu(key):
+def test_quantized_communication_is_refused_on_a_cpu(key):
     chosen = settings(recipe(), deepspeed_json(3, **{key: True}))
     with pytest.raises(ConfigError, match="kernels exist for CUDA only; use neither key"):
         chosen.resolve(2, CPU)

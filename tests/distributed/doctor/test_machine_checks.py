@@ -237,7 +237,7 @@ def test_a_folder_that_cannot_be_written(machine, tmp_path):
         ([CPU_ADAM], "c++", "warning", "no C++ compiler for DeepSpeed's CPU Adam"),
         ([ASYNC_IO], "c++", "fail", "no C++ compiler for DeepSpeed's async_io"),
         ([ASYNC_IO], "libaio.h", "fail", "no libaio for DeepSpeed's async_io"),
-        ([QUANTIZER], "nvcc", "fail", "no nvcc for DeepSpeed's quantiser (ZeRO++)"),
+        ([QUANTIZER], "nvcc", "fail", "no nvcc for DeepSpeed's quantizer (ZeRO++)"),
         ([CPU_ADAM], "nvcc", None, ""),
     ],
 )

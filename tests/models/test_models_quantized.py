@@ -15,7 +15,7 @@ from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
 from pipeline.errors import ConfigError
 from pipeline.models import build_model
 from pipeline.models.adapters import build_peft_config, find_adapter_layers, measure_reduced_base
-from pipeline.models.quantised import QuantisedBasePlacement, find_quantised_layers, pack_nf4, unpack_nf4
+from pipeline.models.quantized import QuantizedBasePlacement, find_quantized_layers, pack_nf4, unpack_nf4
 from pipeline.models.sharding import DevicePlacement, ModelRequest
 
 PLAIN = {"torch": {"parallel": "single"}}
@@ -89,11 +89,11 @@ def packed_layers(job, tree, split):
     engine = make_engine(job, tree, split, token_bundle())
     return {
         name: (layer.weight.data, layer.weight.quant_state)
-        for name, layer in find_quantised_layers(engine.module)
+        for name, layer in find_quantized_layers(engine.module)
     }
 
 
-def test_what_is_quantised_are_the_files_values_in_any_precision(ranks, tmp_path):
+def test_what_is_quantized_are_the_files_values_in_any_precision(ranks, tmp_path):
     model = make_engine(ALONE, recipe(model=WIDE), PLAIN, token_bundle()).module
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, tmp_path / "all.safetensors")
     tree = asked(modules_to_save=["layers.0.mlp.up_proj"])
@@ -113,7 +113,7 @@ def test_what_is_quantised_are_the_files_values_in_any_precision(ranks, tmp_path
 def test_a_pretrained_weight_gives_up_its_memory_once_it_is_read(tmp_path):
     folder = write_base_model(tmp_path, hidden_size=64)
     asked_for = CausalLMConfig(kind="causal_lm", pretrained=str(folder)), AdapterConfig(quantize="nf4")
-    sharding = QuantisedBasePlacement(
+    sharding = QuantizedBasePlacement(
         DevicePlacement(torch.device("cpu"), torch.float32), asked_for[1], asked_for[0]
     )
     model = build_model(asked_for[0], ModelRequest(sharding), 0)
@@ -121,9 +121,9 @@ def test_a_pretrained_weight_gives_up_its_memory_once_it_is_read(tmp_path):
     layers = sharding.layers_of(model)
     assert len(layers) == 14
     for name, parameter in model.named_parameters():
-        is_quantised = name.removesuffix(".weight") in layers
-        assert parameter.is_meta == is_quantised
-        if is_quantised:
+        is_quantized = name.removesuffix(".weight") in layers
+        assert parameter.is_meta == is_quantized
+        if is_quantized:
             assert torch.equal(sharding.take(parameter), pack_nf4(own[name]))
         else:
             assert torch.equal(parameter, own[name])

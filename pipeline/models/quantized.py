@@ -2,8 +2,8 @@
 
 The module is imported only if a recipe asks for it.
 
-Weights are quantised from the files' values in fp32, whatever dtype the run computes in. The base is then the
-same under every split and precision. A merge quantises the original weights again and needs no copy of the
+Weights are quantized from the files' values in fp32, whatever dtype the run computes in. The base is then the
+same under every split and precision. A merge quantizes the original weights again and needs no copy of the
 base in a checkpoint.
 
 ZeRO 3 does not shard a base in 4 bits. Its scales are in no parameter and would have to be gathered with each
@@ -55,7 +55,7 @@ def unpack_nf4(weight: Params4bit) -> Tensor:
     return values.flatten()[:number].view(weight.quant_state.shape)
 
 
-class QuantisedBasePlacement(FrozenBasePlacement):
+class QuantizedBasePlacement(FrozenBasePlacement):
     """Packs each weight of the frozen base into NF4 as soon as its values have been read.
 
     The parameter then has no values of its own. Where weights are drawn, which visits a weight several times,
@@ -94,28 +94,28 @@ class QuantisedBasePlacement(FrozenBasePlacement):
             super()._reserve_parameter(parameter)
 
 
-def quantise_base(
+def quantize_base(
     model: nn.Module, trained: Iterable[nn.Parameter], sharding: Sharding, dtype: torch.dtype
 ) -> None:
     """Replace the model's frozen linear layers with bitsandbytes' 4-bit layers.
 
-    All frozen linear layers are quantised, not only those with an adapter, as transformers'
+    All frozen linear layers are quantized, not only those with an adapter, as transformers'
     BitsAndBytesConfig does: an exported adapter would otherwise open over another model.
 
     Args:
         model: The model, changed in place.
         trained: Parameters that are trained whole.
-        sharding: The QuantisedBasePlacement in which the model was built.
+        sharding: The QuantizedBasePlacement in which the model was built.
         dtype: The dtype of products.
 
     Raises:
         ConfigError: A layer is trained whole according to `adapter.weights` alone, not to the recipe.
         ModelError: The model has no frozen linear layer, or a CPU cannot read the rows of one.
     """
-    assert isinstance(sharding, QuantisedBasePlacement)
+    assert isinstance(sharding, QuantizedBasePlacement)
     layers = sharding.layers_of(model)
     if not layers:
-        raise ModelError("adapter.quantize: the model has no frozen nn.Linear to quantise; leave it out")
+        raise ModelError("adapter.quantize: the model has no frozen nn.Linear to quantize; leave it out")
     whole = {id(p) for p in trained}
     for name, layer in layers.items():
         if id(layer.weight) in whole:
@@ -144,8 +144,8 @@ def quantise_base(
         model.set_submodule(name, new)
 
 
-def find_quantised_layers(model: nn.Module) -> Iterator[tuple[str, Linear4bit]]:
-    """Yield the quantised layers under the names of the layers they replaced."""
+def find_quantized_layers(model: nn.Module) -> Iterator[tuple[str, Linear4bit]]:
+    """Yield the quantized layers under the names of the layers they replaced."""
     for name, module in model.named_modules():
         if isinstance(module, Linear4bit):
             yield name.removesuffix(".base_layer"), module
