@@ -29,7 +29,7 @@ from pipeline.data.sampler import ShuffledOrder
 from pipeline.distributed.process_group import describe_device
 from pipeline.models import build_model, huggingface
 from pipeline.models.adapters import DEFAULT_ADAPTER_ALPHA, DEFAULT_ADAPTER_RANK, draw_adapter_values
-from pipeline.models.huggingface import initialise_weights
+from pipeline.models.huggingface import initialize_weights
 from pipeline.models.sharding import NoSharding, Sharding, build_model_request
 from pipeline.models.sizes import flops_per_token
 from pipeline.objectives import CausalLM
@@ -76,7 +76,7 @@ def take_part(task: Task, gate: Gate) -> dict[str, Any]:
 def train(task: Task, gate: Gate) -> TrainedModel:
     """Run the participant's loop until the gate ends it."""
     if os.environ.get(DRAW_ON_DEVICE):
-        huggingface.initialise_weights = draw_on_device
+        huggingface.initialize_weights = draw_on_device
     return LOOPS[task.peer](task, read_settings(task), gate)
 
 
@@ -94,7 +94,7 @@ def draw_on_device(model: Any, sharding: Sharding, draws: bool) -> None:
 
     All participants get the same weights. They differ from those of a run, which are equal on every device.
     """
-    initialise_weights(model, sharding, draws=False)  # fills buffers
+    initialize_weights(model, sharding, draws=False)  # fills buffers
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():

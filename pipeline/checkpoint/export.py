@@ -45,7 +45,7 @@ from pipeline.files import (
     publish_folder,
     read_regular_file,
 )
-from pipeline.models.adapters import WEIGHTS as ADAPTER_FILE
+from pipeline.models.adapters import WEIGHTS_FILE as ADAPTER_FILE
 from pipeline.models.transformers_facts import choose_auto_class
 from pipeline.models.weights import TensorEntry
 from pipeline.redaction import redact_text

@@ -11,7 +11,7 @@ from pipeline.checkpoint.catalog import LINK_PROBLEM, list_published_folders, li
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.reader import CheckpointWeights, check_content, check_file_sizes, inspect_files
 from pipeline.errors import CheckpointError, ModelError
-from pipeline.models.weights import WeightFile, weights_error
+from pipeline.models.weights import WeightFile, build_weights_error
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ def _open_newest(folder: Path, newest_first: list[Path]) -> WeightFile:
     for path in newest_first:
         try:
             if path.is_symlink():
-                raise weights_error(path, f"is {LINK_PROBLEM}")
+                raise build_weights_error(path, f"is {LINK_PROBLEM}")
             return _verify_and_open(path)
         except ModelError as error:
             log.warning("%s; trying an older checkpoint", error)
             problems.append(error)
-    raise weights_error(folder, f"has no intact checkpoint; the newest: {problems[0]}")
+    raise build_weights_error(folder, f"has no intact checkpoint; the newest: {problems[0]}")
 
 
 def _verify_and_open(folder: Path) -> WeightFile:
@@ -59,11 +59,13 @@ def _verify_and_open(folder: Path) -> WeightFile:
         raise ModelError(f"model.weights: {error}") from None
     damages = check_file_sizes(manifest) or check_content(manifest)
     if damages:
-        raise weights_error(folder, f"is damaged: {damages[0]}")
+        raise build_weights_error(folder, f"is damaged: {damages[0]}")
     _, absent = inspect_files(manifest)
     for file in manifest.files:
         if file.name in absent:
-            raise weights_error(folder, f"lacks {file.name}, which was written on {file.host}; copy it here")
+            raise build_weights_error(
+                folder, f"lacks {file.name}, which was written on {file.host}; copy it here"
+            )
     if adapters.STATE_KEY in manifest.state:
         return MergedWeights(manifest, open_checkpoint)
     return CheckpointWeights(manifest)

@@ -22,7 +22,7 @@ from pipeline.engine.interface import add_document_bounds
 from pipeline.errors import DataError, ModelError
 from pipeline.models.attention import (
     AttentionFunction,
-    find_unsupported_feature,
+    find_document_attention_obstacle,
     get_attention_function,
     register_attention,
 )
@@ -90,7 +90,7 @@ class SequenceParallel:
         if "flash" in self._original_attention:
             return get_attention_function(self._original_attention)
         if self._original_attention != DOCUMENT_ATTENTION:
-            reason = find_unsupported_feature(self._model)
+            reason = find_document_attention_obstacle(self._model)
             if reason:
                 raise ModelError(f"sequence_parallel_size: {reason}; use zero_optimization.stage 3")
         return DocumentAttention()

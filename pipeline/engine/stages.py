@@ -21,7 +21,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule
 from pipeline.engine.optim import assign_groups, group_parameters
 from pipeline.errors import ModelError
-from pipeline.models.sharding import allocate_values, drop_values
+from pipeline.models.sharding import allocate_values, free_values
 from pipeline.models.staging import (
     LayeredModel,
     StageLayer,
@@ -95,7 +95,7 @@ class StageSharding:
         }
         for parameter in model.parameters():
             if parameter not in self._stage_parameters and not parameter.is_meta:
-                drop_values(parameter)
+                free_values(parameter)
         if has_buffer_values:
             self.model = layered
 
@@ -116,7 +116,7 @@ class StageSharding:
         finally:
             for parameter in temporary:
                 if parameter not in self._stage_parameters:
-                    drop_values(parameter)
+                    free_values(parameter)
 
     def _compute_bounds(self, model: LayeredModel) -> list[int]:
         """Return the bounds of the stages, as `pipeline.partition` in the DeepSpeed JSON says.

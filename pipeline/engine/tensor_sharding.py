@@ -32,7 +32,7 @@ from pipeline.engine.tensor_parallel import (
 )
 from pipeline.errors import ModelError, summarize_error
 from pipeline.models.adapters import has_adapter, is_base
-from pipeline.models.sharding import allocate_values, drop_values, set_values
+from pipeline.models.sharding import allocate_values, free_values, set_values
 from pipeline.objectives import refuse_router_loss
 
 
@@ -222,7 +222,7 @@ class TensorSharding:
         """Copy this rank's parts out of the whole parameter, and drop the parameter's values."""
         for part in self._parts[parameter]:
             part.copy_from(parameter)
-        drop_values(parameter)
+        free_values(parameter)
 
 
 def _copy_without_values(model: nn.Module) -> nn.Module:

@@ -1,9 +1,9 @@
 """Adapters of peft: the layers that get one, its initial values, and the parameters that are trained.
 
-peft's layers are put into the model; peft's wrapper around a model is not used, so the model stays
-transformers' own for attention, blocks, stages and the loss. `modules_to_save` are trained in place, without
-peft's second copy. The base is frozen and marked (`is_base`), and no checkpoint has it. Initial values depend
-on the seed and a parameter's name alone, since no rank draws for all under pipeline stages.
+peft's layers are put into the model. peft's wrapper around a model is not used, so the model keeps its class
+of transformers, which attention, blocks, stages and losses rely on. `modules_to_save` are trained in place,
+without peft's second copy. The base is frozen and marked (`is_base`), and no checkpoint has it. Initial
+values depend on the seed and a parameter's name alone: under pipeline stages, no rank has all parameters.
 
 The folder of an adapter is as peft writes it: adapter_config.json, and safetensors under peft's names. Rank 0
 reads it for all ranks, and a pickle (adapter_model.bin) is refused.
@@ -41,14 +41,15 @@ from pipeline.models.frozen_base import (
 from pipeline.models.sharding import Sharding, count_elements
 from pipeline.models.weights import SafetensorsFiles, fill_tensor
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-PICKLE = "adapter_model.bin"
-PREFIX = "base_model.model."
-PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
-# Keys of adapter_config.json that change the computation and are not supported here, with their neutral
-# values.
-UNSUPPORTED = {
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
+PEFT_PREFIX = "base_model.model."
+ADAPTER_PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")  # submodules of peft's layer with parameters
+ADAPTER_NAME = "default"  # peft's name for the only adapter of a model
+# Keys of adapter_config.json that change the computation and are not supported here. The value of each is
+# the only one that is accepted, besides an empty one.
+UNSUPPORTED_KEYS = {
     "bias": "none",
     "rank_pattern": {},
     "alpha_pattern": {},
@@ -60,14 +61,19 @@ UNSUPPORTED = {
     "alora_invocation_tokens": None,
 }
 
+log = logging.getLogger(__name__)
 
-def to_peft_name(name: str, adapter: str = "default") -> str:
-    """Return the name of a model's parameter in a file of peft."""
+# peft imports bitsandbytes if it is installed. On some CPUs that warns of a missing kernel for inference.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def to_peft_name(name: str, adapter: str = ADAPTER_NAME) -> str:
+    """Return the name that a model's parameter has in a file of peft, which omits the adapter's name."""
     parts = name.split(".")
-    kept = [part for part in parts if part != adapter]
-    if len(kept) < len(parts) and "lora_magnitude_vector" in kept:
-        kept = kept[:-1]  # peft's file leaves `.weight` out here
-    return PREFIX + ".".join(kept)
+    peft_parts = [part for part in parts if part != adapter]
+    if len(peft_parts) < len(parts) and "lora_magnitude_vector" in peft_parts:
+        peft_parts = peft_parts[:-1]  # peft's file omits `.weight` here
+    return PEFT_PREFIX + ".".join(peft_parts)
 
 
 @dataclass
@@ -78,14 +84,18 @@ class PeftFolder:
     config: dict[str, Any]
     """Content of adapter_config.json."""
     tensors: dict[str, Tensor]
-    """Tensors by peft's names."""
+    """Tensors by peft's names, on the CPU."""
 
     @staticmethod
     def read_on_main(given: str, job: Job) -> PeftFolder:
-        """Return the folder on every rank, as rank 0 reads it. Collective.
+        """Return the folder's content on every rank, read by rank 0. Collective.
+
+        Args:
+            given: The recipe's `adapter.weights`.
+            job: The ranks.
 
         Raises:
-            ModelError: The folder cannot be read, or it asks for something that is not supported here.
+            ModelError: The folder cannot be read, or its adapter has a feature that is not supported here.
         """
         return job.run_on_main_rank(lambda: _read_folder(Path(os.path.expanduser(given))))
 
@@ -93,7 +103,7 @@ class PeftFolder:
         """Return the recipe's adapter section, completed from the folder.
 
         Raises:
-            ConfigError: The recipe and the folder differ.
+            ConfigError: Kind, rank or alpha differ between the recipe and the folder.
         """
         folder_config = self.config
         kind = "lora"
@@ -119,13 +129,12 @@ class PeftFolder:
         if config.targets is None:
             from_folder["targets"] = targets
         if config.modules_to_save is None:
-            from_folder["modules_to_save"] = (
-                sorted({name.rpartition(".")[0] for name in self.whole_tensors()}) or None
-            )
+            modules = sorted({name.rpartition(".")[0] for name in self.get_fully_trained()})
+            from_folder["modules_to_save"] = modules or None
         return config.model_copy(update=from_folder)
 
     def get_values(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the values of the model's parameter of this name.
+        """Return the values for the parameter of the adapter that has this name in the model.
 
         Raises:
             ModelError: The folder has no such values, or they have another shape.
@@ -143,74 +152,83 @@ class PeftFolder:
             )
         return values
 
-    def whole_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of modules that were trained whole, by their names in the model."""
+    def get_fully_trained(self) -> dict[str, Tensor]:
+        """Return the tensors of modules that were trained whole, not adapted, by their names in the model."""
         return {
-            name: self.tensors[PREFIX + name]
+            name: self.tensors[PEFT_PREFIX + name]
             for name in self._iterate_names()
-            if not any(f".{part}" in f".{name}" for part in PARTS)
+            if not any(f".{part}" in f".{name}" for part in ADAPTER_PARTS)
         }
 
-    def refuse_missing(self, layers: Iterable[str]) -> None:
-        """Raise a ModelError if the folder lacks layers of the model that its config lists by name."""
-        folder_config = self.config
-        names = folder_config.get("target_modules")
-        if (
-            not isinstance(names, list)
-            or folder_config.get("layers_to_transform")
-            or folder_config.get("exclude_modules")
-        ):
-            return  # a pattern, or names with exceptions: their layers are not known here
+    def refuse_missing_layers(self, layers: Iterable[str]) -> None:
+        """Raise a ModelError if the folder has no tensors for a layer that its config lists by name.
+
+        Args:
+            layers: Names of the model's linear layers.
+        """
+        names = self.config.get("target_modules")
+        has_exceptions = self.config.get("layers_to_transform") or self.config.get("exclude_modules")
+        if not isinstance(names, list) or has_exceptions:
+            return  # only peft can tell which layers a pattern, or names with exceptions, choose
         ends = tuple(f".{name}" for name in names)
         listed = [layer for layer in layers if f".{layer}".endswith(ends)]
-        if missing := [name for name in listed if f"{PREFIX}{name}.lora_A.weight" not in self.tensors]:
+        if missing := [name for name in listed if f"{PEFT_PREFIX}{name}.lora_A.weight" not in self.tensors]:
             raise ModelError(
-                f"adapter.weights: {self.path / WEIGHTS} lacks {format_names(missing)}, which "
-                f"target_modules in {CONFIG} lists; save or fetch the adapter again"
+                f"adapter.weights: {self.path / WEIGHTS_FILE} lacks {format_names(missing)}, which "
+                f"target_modules in {CONFIG_FILE} lists; save or fetch the adapter again"
             )
 
-    def refuse_others(self, taken: set[str]) -> None:
-        """Raise a ModelError if the folder has adapters of layers that get none in this model."""
-        adapter_names = self.tensors.keys() - {PREFIX + name for name in self.whole_tensors()}
-        if others := sorted(adapter_names - {to_peft_name(name) for name in taken}):
+    def refuse_unused_adapters(self, used_names: set[str]) -> None:
+        """Raise a ModelError if the folder has adapters of layers that get none in this model.
+
+        Args:
+            used_names: Names in the model of the adapter's parameters that got values from the folder.
+        """
+        adapter_names = self.tensors.keys() - {PEFT_PREFIX + name for name in self.get_fully_trained()}
+        if unused := sorted(adapter_names - {to_peft_name(name) for name in used_names}):
             raise ModelError(
-                f"adapter.weights: {self.path} has {format_names(others)}, but no layer of this model gets "
+                f"adapter.weights: {self.path} has {format_names(unused)}, but no layer of this model gets "
                 "them; give an adapter of this model, or match their layers in adapter.targets"
             )
 
     def _iterate_names(self) -> Iterator[str]:
-        return (name.removeprefix(PREFIX) for name in self.tensors)
+        return (name.removeprefix(PEFT_PREFIX) for name in self.tensors)
 
 
 def _read_folder(path: Path) -> PeftFolder:
+    """Return the content of an adapter's folder. Nothing in it is executed.
+
+    Raises:
+        ModelError: The folder cannot be read, or its adapter has a feature that is not supported here.
+    """
     start = f"adapter.weights: {path}"
     if not path.is_dir():
         raise ModelError(f"{start}: there is no such folder; give a folder that peft's save_pretrained wrote")
     if problem := next(find_unsafe_files(path), None):
         raise ModelError(f"{start}: {problem}; remove or replace it")
     try:
-        config = json.loads(read_regular_file(path / CONFIG, MAX_CONFIGURATION_BYTES))
+        config = json.loads(read_regular_file(path / CONFIG_FILE, MAX_CONFIGURATION_BYTES))
         kind = str(config["peft_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(
-            f"{start} has no {CONFIG} that can be read; give a folder that peft's save_pretrained wrote"
+            f"{start} has no {CONFIG_FILE} that can be read; give a folder that peft's save_pretrained wrote"
         ) from None
-    if not (path / WEIGHTS).is_file():
-        if (path / PICKLE).exists():
+    if not (path / WEIGHTS_FILE).is_file():
+        if (path / PICKLE_FILE).exists():
             raise ModelError(
-                f"{start} has {PICKLE}, a pickle, which could run code and is not opened; save the adapter "
-                f"as {WEIGHTS} (peft's save_pretrained does)"
+                f"{start} has {PICKLE_FILE}, a pickle, which could run code and is not opened; save the "
+                f"adapter as {WEIGHTS_FILE} (peft's save_pretrained does)"
             )
-        raise ModelError(f"{start} lacks {WEIGHTS}; save or fetch the adapter again")
+        raise ModelError(f"{start} lacks {WEIGHTS_FILE}; save or fetch the adapter again")
     if kind != "LORA":
-        raise ModelError(f"{start}: {CONFIG} has peft_type {kind}, expected LORA; give a LoRA adapter")
-    for key, neutral in UNSUPPORTED.items():
+        raise ModelError(f"{start}: {CONFIG_FILE} has peft_type {kind}, expected LORA; give a LoRA adapter")
+    for key, neutral in UNSUPPORTED_KEYS.items():
         if (value := config.get(key)) and value != neutral:
             raise ModelError(
-                f"{start}: {CONFIG} has {key} {value!r}, which is not supported; give an adapter that was "
-                f"trained with {neutral!r}"
+                f"{start}: {CONFIG_FILE} has {key} {value!r}, which is not supported; give an adapter that "
+                f"was trained with {neutral!r}"
             )
-    file = SafetensorsFiles({path / WEIGHTS: None}, "adapter.weights")
+    file = SafetensorsFiles({path / WEIGHTS_FILE: None}, "adapter.weights")
     try:
         tensors = {name: file.read(name) for name in file.entries}
     finally:
@@ -218,18 +236,10 @@ def _read_folder(path: Path) -> PeftFolder:
     for name, values in tensors.items():
         if not values.isfinite().all():
             raise ModelError(
-                f"{start}/{WEIGHTS}: {name} has values that are not finite (NaN or infinite); "
+                f"{start}/{WEIGHTS_FILE}: {name} has values that are not finite (NaN or infinite); "
                 "give an adapter from before the loss diverged"
             )
     return PeftFolder(path, config, tensors)
-
-
-log = logging.getLogger(__name__)
-
-# peft imports bitsandbytes if it is installed. On some CPUs that warns of a missing kernel for inference.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-ADAPTER_NAME = "default"  # peft's name for the only adapter of a model
 
 
 def is_base(parameter: Tensor) -> bool:
@@ -241,11 +251,13 @@ def is_base(parameter: Tensor) -> bool:
 def suggest_learning_rate(model: nn.Module) -> float:
     """Return a good learning rate for an adapter, by Thinking Machines' fit on 27 models.
 
-    The fit (tinker-cookbook, 2025) depends on the width of the model and its family, not on the rank.
+    The fit (tinker-cookbook, 2025) depends on the width of the model and on whether it is a Qwen, not on the
+    adapter's rank. A model without a known width gets the rate of width 2000.
     """
     config = getattr(model, "config", None)
     width = getattr(config, "hidden_size", None) or 2000
-    power = 0.0775 if str(getattr(config, "model_type", "")).startswith("qwen") else 0.781
+    is_qwen = str(getattr(config, "model_type", "")).startswith("qwen")
+    power = 0.0775 if is_qwen else 0.781
     return float(5e-5 * 10 * (2000 / width) ** power)
 
 
@@ -257,16 +269,20 @@ def add_adapter(
     job: Job,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Add the recipe's adapter to the model, and freeze its base but for `modules_to_save`. Collective.
+    """Add the recipe's adapter to the model, and freeze the model's own parameters. Collective.
+
+    Trained besides the adapter are `modules_to_save`, a reward model's score layer, and embeddings that got
+    new rows.
 
     Args:
         model: The model, changed in place.
         config: The recipe's adapter section.
         seed: The seed of the initial values.
-        sharding: The placement in which the model was built, a QuantizedBasePlacement with `config.quantize`.
-            In a FrozenBasePlacement, trained parameters are fp32.
+        sharding: The placement in which the model was built: a QuantizedBasePlacement if `config.quantize` is
+            set. In any FrozenBasePlacement, the adapter's parameters are fp32; otherwise they have the dtype
+            of their layer's weight.
         job: The ranks, of which rank 0 reads `config.weights`.
-        dtype: The dtype of products.
+        dtype: The dtype that layers with weights in 4 bits compute in.
 
     Raises:
         ConfigError: A name in the recipe matches nothing.
@@ -276,10 +292,10 @@ def add_adapter(
     config = config if folder is None else folder.complete_config(config)
     layers = find_linear_layers(model)
     if folder is not None:
-        folder.refuse_missing(layers)
+        folder.refuse_missing_layers(layers)
     targets = find_adapter_targets(config, model, layers)
     fully_trained = find_fully_trained(config, model)
-    embeddings = [p for p in find_vocabulary_parameters(model) if getattr(p, "has_new_rows", False)]
+    grown_embeddings = [p for p in find_vocabulary_parameters(model) if getattr(p, "has_new_rows", False)]
     if config.quantize is not None:
         from pipeline.models.quantized import quantize_base
 
@@ -290,7 +306,7 @@ def add_adapter(
     for parameter in model.parameters():
         if parameter.requires_grad:
             continue
-        if any(parameter is each for each in (*fully_trained, *embeddings)):
+        if any(parameter is each for each in (*fully_trained, *grown_embeddings)):
             parameter.requires_grad_(True)
         else:
             parameter.is_base = True  # type: ignore[attr-defined]
@@ -301,15 +317,15 @@ def add_adapter(
     )
     if folder is not None:
         names = dict(model.named_parameters(remove_duplicate=False))
-        for name, values in folder.whole_tensors().items():
+        for name, values in folder.get_fully_trained().items():
             fill_tensor(names[name], values if job.ranks.is_main_process else None, sharding, job)
-    trained = sum(count_elements(p) for p in model.parameters() if p.requires_grad)
+    trained_elements = sum(count_elements(p) for p in model.parameters() if p.requires_grad)
     rank = config.rank or DEFAULT_ADAPTER_RANK
     alpha = config.alpha or DEFAULT_ADAPTER_ALPHA
     description = f"{config.kind} of rank {rank}, alpha {alpha:g}, on {len(targets)} linear layers"
-    if fully_trained or embeddings:
-        description += f"; {len(fully_trained) + len(embeddings)} tensors are trained whole"
-    log.info("adapter: %s: %s parameters are trained", description, f"{trained:,}")
+    if fully_trained or grown_embeddings:
+        description += f"; {len(fully_trained) + len(grown_embeddings)} tensors are trained whole"
+    log.info("adapter: %s: %s parameters are trained", description, f"{trained_elements:,}")
 
 
 def build_peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any:
@@ -317,7 +333,7 @@ def build_peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any
 
     Args:
         config: The recipe's adapter section.
-        targets: Full names of the layers.
+        targets: Full names of the layers that get an adapter.
     """
     from peft import LoraConfig
 
@@ -344,9 +360,10 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def measure_reduced_base(model: nn.Module) -> tuple[int, int]:
-    """Return the number and the bytes of the base's weights in another dtype than the trained parameters.
+    """Return the number of values, and their bytes, in weights of the base with a smaller dtype.
 
-    Such weights are in 4 bits, or rounded to the dtype of products.
+    These are the weights in another dtype than the trained parameters: in 4 bits, or in the dtype in which
+    autocast multiplies. Both numbers are 0 without such weights.
     """
     trained_dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     weights = [p for p in model.parameters() if is_base(p) and p.dtype not in trained_dtypes]
@@ -361,17 +378,23 @@ def _count_bytes(weight: Tensor) -> int:
     return count_nf4_bytes(weight)
 
 
-def _inject_layers(model: nn.Module, config: Any, in_4_bits: bool) -> None:
-    """Let peft add its layers without values: its draws would depend on the part that this rank holds."""
+def _inject_layers(model: nn.Module, config: Any, is_4_bit: bool) -> None:
+    """Let peft add its layers without values, since its draws would depend on the layers of this rank.
+
+    Args:
+        model: The model, changed in place.
+        config: peft's LoraConfig, changed in place.
+        is_4_bit: Whether the base is quantized.
+    """
     from peft import inject_adapter_in_model
 
-    config.use_dora = False  # peft would read whole weights, of which this rank may hold a part
+    config.use_dora = False  # peft would read whole weights, of which this rank may have only a shard
     config.fan_in_fan_out = all(is_transposed(model.get_submodule(name)) for name in config.target_modules)
-    if in_4_bits:
+    if is_4_bit:
         model.is_loaded_in_4bit = True  # type: ignore[assignment] # makes peft accept bitsandbytes' layers
     inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
-    if in_4_bits:
-        del model.is_loaded_in_4bit  # while it is set, transformers counts parameters in another way
+    if is_4_bit:
+        del model.is_loaded_in_4bit  # with it, transformers would count parameters in another way
 
 
 def _add_magnitudes(model: nn.Module, sharding: Sharding) -> None:
@@ -382,17 +405,18 @@ def _add_magnitudes(model: nn.Module, sharding: Sharding) -> None:
     for _, layer in find_adapter_layers(model):
         base = layer.get_base_layer()
         with sharding.gather([base.weight]), torch.no_grad():
-            weight = _get_values(base.weight)
-            lengths = torch.linalg.norm(weight.T if layer.fan_in_fan_out else weight, dim=1).float()
+            weight = _dequantize(base.weight)
+            norms = torch.linalg.norm(weight.T if layer.fan_in_fan_out else weight, dim=1).float()
         layer.use_dora[ADAPTER_NAME] = True
         layer.lora_variant[ADAPTER_NAME] = DoraLinearVariant()
         layer.lora_magnitude_vector[ADAPTER_NAME] = magnitude = DoraLinearLayer(
             fan_in_fan_out=layer.fan_in_fan_out
         )
-        magnitude.weight = nn.Parameter(lengths)
+        magnitude.weight = nn.Parameter(norms)
 
 
-def _get_values(weight: Tensor) -> Tensor:
+def _dequantize(weight: Tensor) -> Tensor:
+    """Return a weight's values: as they are, or in fp32 if the weight is in 4 bits."""
     if not hasattr(weight, "quant_state"):
         return weight.detach()
     from pipeline.models.quantized import unpack_nf4
@@ -411,7 +435,7 @@ def _set_initial_values(
         config: The completed adapter section.
         seed: The seed of the initial values.
         folder: The folder of `adapter.weights`, or `None`.
-        dtype: The dtype of the parameters; `None`: that of the layer's own weight.
+        dtype: The dtype of the parameters; `None`: the dtype of the layer's own weight.
     """
     used_names: set[str] = set()
     for name, layer in find_adapter_layers(model):
@@ -425,19 +449,19 @@ def _set_initial_values(
                 used_names.add(f"{name}.{part}")
             elif parameter.is_meta:
                 values = draw_adapter_values(f"{name}.{part}", parameter.shape, config, seed)
-            else:
+            else:  # DoRA's magnitudes, which _add_magnitudes has set
                 values = parameter.detach()
             owner = layer.get_submodule(part.rpartition(".")[0])
             owner.weight = nn.Parameter(values.to(device, dtype or weight.dtype))
     if folder is not None:
-        folder.refuse_others(used_names)
+        folder.refuse_unused_adapters(used_names)
 
 
 def draw_adapter_values(name: str, shape: torch.Size, config: AdapterConfig, seed: int) -> Tensor:
     """Return initial values as peft draws them: A uniform within 1 / sqrt(inputs) or normal, and B zero."""
     if ".lora_B." in f".{name}":
         return torch.zeros(shape)
-    # A checksum of 32 bits, as torch uses 32 bits of a seed.
+    # A checksum of 32 bits, since torch uses no more bits of a seed.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     values = torch.empty(shape)
     if config.init == "gaussian":

@@ -1,8 +1,9 @@
 """The choice of a model's attention function, and the test that it keeps packed documents apart.
 
-Both are tried, not looked up: a model of the same class with two layers and few words must give the same
-logits under DocumentAttention as under transformers' own attention, for whole rows and for a row's second
-document. Otherwise transformers' attention is used, and one line of the log says so.
+Both are tested on a trial model, not looked up: a model of the same class with two layers and a small
+vocabulary. It must give the same logits under DocumentAttention as under transformers' own attention, for
+whole rows and for a row's second document. Otherwise transformers' attention is used, and one line of the log
+says why.
 
 transformers is imported only in the functions that need it; see transformers_facts.
 """
@@ -24,8 +25,8 @@ from pipeline.models.document_attention import (
     BOUNDS_KEY,
     BoundsHook,
     DocumentAttention,
+    build_empty_bounds,
     disable_cudnn_attention,
-    empty_bounds,
     find_document_bounds,
 )
 from pipeline.models.transformers_facts import caps_scores, is_transformers_model
@@ -35,19 +36,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TWIN_LAYERS = 2
-TWIN_WORDS = 64
-TWIN_WINDOW = 3  # smaller than the trial's documents of four tokens, so the window has an effect
-TWIN_WIDTH = 64  # of MLPs, so the twin of an 8B model has 0.1 B parameters, not 0.4 B
-WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
+TRIAL_LAYERS = 2
+TRIAL_VOCABULARY = 64
+TRIAL_DOCUMENT_TOKENS = 4
+TRIAL_WINDOW = 3  # tokens, fewer than a document has, so the window has an effect
+TRIAL_MLP_WIDTH = 64  # with it, the trial model of an 8B model has 0.1 B parameters, not 0.4 B
+# Largest difference of logits, relative to the largest logit, that counts as rounding.
+TOLERANCE_FP32 = 1e-4
+TOLERANCE_HALF = 2e-2
+MLP_WIDTH_FIELDS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "ffn_dim",
+)
 
 CAUSAL_FIELDS = ("is_decoder", "causal")
 """Fields of configs that turn an encoder into a decoder."""
 
 AttentionFunction = Callable[..., tuple[Any, Any]]
-"""Function of (module, query, key, value, mask, **rest) that returns the output and weights or `None`.
+"""Function of (module, query, key, value, mask, **rest) that returns (output, weights).
 
-The output is (B, T, heads, width).
+The output is (B, T, heads, width). The weights are `None` if the function does not compute them.
 """
 
 
@@ -85,29 +95,34 @@ def register_attention(name: str, function: AttentionFunction) -> None:
 def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device) -> None:
     """Set DocumentAttention as the model's attention if it gives the logits of transformers' attention.
 
+    On CUDA, torch's choice of attention kernels then excludes cuDNN in this process.
+
     Args:
-        model: The model, changed in place.
-        is_auto: Whether the recipe leaves the choice open.
+        model: The model, changed in place. Hooks are registered on it.
+        is_auto: Whether the recipe leaves the choice open (`model.attention: auto`).
         device: The device that trains.
     """
-    given = str(model.config.get_text_config()._attn_implementation)
+    native_attention = str(model.config.get_text_config()._attn_implementation)
     if device.type == "cuda":
         disable_cudnn_attention()
     if is_auto:
-        reason = find_unsupported_feature(model)
+        reason = find_document_attention_obstacle(model)
         if reason is None:
             model.set_attn_implementation(ATTENTION_NAME)
             log.debug("attention: by document, without a mask")  # the usual case
         else:
-            log.info("attention: transformers' %s, since %s", given, reason)
+            log.info("attention: transformers' %s, since %s", native_attention, reason)
     else:
-        log.info("attention: transformers' %s", given)
-    register_bounds_hooks(model, given)
+        log.info("attention: transformers' %s", native_attention)
+    register_bounds_hooks(model, native_attention)
 
 
 @torch.no_grad()
-def find_unsupported_feature(model: PreTrainedModel) -> str | None:
-    """Return the feature of a model that DocumentAttention lacks, in words; `None` if it lacks none."""
+def find_document_attention_obstacle(model: PreTrainedModel) -> str | None:
+    """Return why a model cannot use DocumentAttention, in words; `None` if it can.
+
+    DocumentAttention is registered with transformers in either case.
+    """
     register_attention(ATTENTION_NAME, DocumentAttention())
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or not getattr(config, "is_causal", True):
@@ -117,42 +132,47 @@ def find_unsupported_feature(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"the model has layers of {', '.join(sorted(kinds))}"
-    trial = build_small_model(model)
+    trial = build_trial_model(model)
     if trial is None:
         return f"no small {type(model).__name__} could be built to test attention by document with"
     rows = build_trial_rows(torch.device("cpu"))
-    ids = rows["input_ids"]
+    ids_BT = rows["input_ids"]
     options = {"use_cache": False}
+    second = slice(TRIAL_DOCUMENT_TOKENS, None)  # the second document of a row
     try:
-        expected = (trial(ids, **options).logits, trial(ids[:, 4:], **options).logits)
+        expected_row = trial(ids_BT, **options).logits
+        expected_second = trial(ids_BT[:, second], **options).logits
         trial.set_attn_implementation(ATTENTION_NAME)
-        found = (
-            trial(ids, **{BOUNDS_KEY: empty_bounds(ids.device)}, **options).logits,
-            trial(**rows).logits[:, 4:],
-        )
+        bounds = {BOUNDS_KEY: build_empty_bounds(ids_BT.device)}
+        actual_row = trial(ids_BT, **bounds, **options).logits
+        actual_second = trial(**rows).logits[:, second]
     except Exception as error:  # a model that calls its attention differently may raise anything
         return f"the test of attention by document failed ({str(error)[:80]})"
-    if any((a - b).abs().max() > 1e-4 * b.abs().max() for a, b in zip(found, expected, strict=True)):
+    if _differ(expected_row, actual_row) or _differ(expected_second, actual_second):
         return "attention by document changes the model's logits"
     return None
 
 
-def build_small_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a model of the same class with two layers and few words, in evaluation; `None` if it fails."""
+def build_trial_model(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a model of the same class with two layers and a small vocabulary, in evaluation mode.
+
+    Returns:
+        The model; `None` if the class cannot be built so small.
+    """
     config: Any = copy.deepcopy(model.config)
     text = config.get_text_config()
     try:
-        text.num_hidden_layers = min(TWIN_LAYERS, text.num_hidden_layers)
+        text.num_hidden_layers = min(TRIAL_LAYERS, text.num_hidden_layers)
         if getattr(text, "layer_types", None):  # begin with one layer of each kind
             kinds = list(dict.fromkeys(text.layer_types)) + text.layer_types
             text.layer_types = kinds[: text.num_hidden_layers]
         if getattr(text, "sliding_window", None):
-            text.sliding_window = min(TWIN_WINDOW, text.sliding_window)
-        for name in WIDTHS:
+            text.sliding_window = min(TRIAL_WINDOW, text.sliding_window)
+        for name in MLP_WIDTH_FIELDS:
             width = getattr(text, name, None)
             if isinstance(width, int):
-                setattr(text, name, min(width, TWIN_WIDTH))
-        text.vocab_size = TWIN_WORDS
+                setattr(text, name, min(width, TRIAL_MLP_WIDTH))
+        text.vocab_size = TRIAL_VOCABULARY
         # Some models count positions from the padding token, so it must be in the small vocabulary.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(text, name, None) is not None:  # not all configs have each, and some refuse None
@@ -160,26 +180,27 @@ def build_small_model(model: PreTrainedModel) -> PreTrainedModel | None:
         config._attn_implementation = None
         with torch.random.fork_rng(devices=[]):  # leaves the run's random numbers as they are
             torch.manual_seed(0)
-            twin: PreTrainedModel = type(model)(config)
+            trial: PreTrainedModel = type(model)(config)
     except Exception:  # the class may not accept the reduced config
         return None
-    twin.config._attn_implementation = model.config._attn_implementation
-    return twin.eval()
+    trial.config._attn_implementation = model.config._attn_implementation
+    return trial.eval()
 
 
 def build_trial_rows(device: torch.device) -> dict[str, Any]:
-    """Return two rows of two documents that differ in the first document."""
+    """Return a forward's arguments for two rows of two documents each, which differ in the first document."""
+    length = TRIAL_DOCUMENT_TOKENS
     generator = torch.Generator().manual_seed(0)
-    ids_BT = torch.randint(1, TWIN_WORDS, (1, 8), generator=generator).repeat(2, 1)
-    ids_BT[1, :4] = (ids_BT[1, :4] + 1) % TWIN_WORDS
-    positions_BT = torch.arange(4).repeat(2, 2)
+    ids_BT = torch.randint(1, TRIAL_VOCABULARY, (1, 2 * length), generator=generator).repeat(2, 1)
+    ids_BT[1, :length] = (ids_BT[1, :length] + 1) % TRIAL_VOCABULARY
+    positions_BT = torch.arange(length).repeat(2, 2)
     rows = {"input_ids": ids_BT, "position_ids": positions_BT, BOUNDS_KEY: find_document_bounds(positions_BT)}
     return {**{key: value.to(device) for key, value in rows.items()}, "use_cache": False}
 
 
-def register_bounds_hooks(model: PreTrainedModel, given: str) -> None:
+def register_bounds_hooks(model: PreTrainedModel, fallback: str) -> None:
     """Let the model's forward pass the bounds of documents on to its attention; see BoundsHook."""
-    hook = BoundsHook(given)
+    hook = BoundsHook(fallback)
     model.register_forward_pre_hook(hook.before, with_kwargs=True)
     model.register_forward_hook(hook.after, always_call=True)
 
@@ -188,35 +209,37 @@ def register_bounds_hooks(model: PreTrainedModel, given: str) -> None:
 def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse a language model whose logits at a token change with later tokens, as an encoder's do.
 
-    This is tried on a small model of the class with the model's attention, on the device that trains. With
-    DocumentAttention it need not be tried, since that never attends to later tokens.
+    The test runs a trial model with the model's attention, on the device that trains. Nothing is tested if no
+    trial model can be built or run, or with DocumentAttention, which never attends to later tokens.
 
     Args:
         model: The model.
         device: The device that trains.
-        dtype: The dtype that the model computes in.
+        dtype: The dtype that the model computes in. Only flash attention is tested in it, others in fp32.
 
     Raises:
         ModelError: The logits change; the message names the config field that prevents it, if there is one.
     """
     config: Any = model.config
     attention = config.get_text_config()._attn_implementation
-    trial = None if attention == ATTENTION_NAME else build_small_model(model)
+    trial = None if attention == ATTENTION_NAME else build_trial_model(model)
     if trial is None:
         return
-    dtype = dtype if "flash" in str(attention) else torch.float32  # small effects show in fp32
+    if "flash" not in str(attention):
+        dtype = torch.float32  # in which small effects show
     ids_BT = build_trial_rows(device)["input_ids"].flip(1)  # the two rows differ in their second half
     try:
-        one_TV, other_TV = trial.to(device, dtype)(input_ids=ids_BT, use_cache=False).logits[:, :4].float()
+        logits_BTV = trial.to(device, dtype)(input_ids=ids_BT, use_cache=False).logits
     except Exception:  # a model that needs more than ids may raise anything
-        log.debug("no trial with later tokens", exc_info=True)
+        log.debug("the test with later tokens failed", exc_info=True)
         return
+    one_TV, other_TV = logits_BTV[:, :TRIAL_DOCUMENT_TOKENS].float()
     if _differ(one_TV, other_TV, dtype):
         fields = [field for field in CAUSAL_FIELDS if getattr(config, field, None) is False]
-        cure = f"write model.extra: {{{fields[0]}: true}}, or " if fields else ""
+        advice = f"write model.extra: {{{fields[0]}: true}}, or " if fields else ""
         raise ModelError(
             f"model: {type(model).__name__} ({config.model_type}) sees the tokens that it predicts: its "
-            f"logits change with later tokens, as an encoder's do; {cure}use a decoder"
+            f"logits change with later tokens, as an encoder's do; {advice}use a decoder"
         )
 
 
@@ -224,9 +247,10 @@ def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.
 def refuse_document_leaks(
     model: nn.Module, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Refuse a model in which `position_ids` that start again do not keep documents of a row apart.
+    """Refuse a model that does not keep the documents of a row apart where `position_ids` restart at 0.
 
-    This is tried with the model's attention, on the device and in the precision that train.
+    The test runs a trial model of a transformers class with the model's attention, on the device and in the
+    precision of training. Any other model only has to take `position_ids`.
 
     Args:
         model: The model.
@@ -234,7 +258,7 @@ def refuse_document_leaks(
         dtype: The dtype that the model computes in.
 
     Raises:
-        ModelError: Documents of a row see each other, or this cannot be tried.
+        ModelError: Documents of a row see each other, or this cannot be tested.
     """
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     parameters = inspect.signature(model.forward).parameters.values()
@@ -242,27 +266,35 @@ def refuse_document_leaks(
         raise _build_leak_error(name, "takes no position_ids")
     if not is_transformers_model(model):
         return
-    mixers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if model._is_stateful or any("attention" not in mixer or "linear" in mixer for mixer in mixers):
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if model._is_stateful or any("attention" not in kind or "linear" in kind for kind in kinds):
         raise _build_leak_error(name, "passes a state on from token to token")
-    trial = build_small_model(model)
+    trial = build_trial_model(model)
     device = device or torch.device("cpu")
     if trial is None:
         raise _build_leak_error(name, "cannot be tested on a small copy")
     register_bounds_hooks(trial.to(device, dtype), str(trial.config._attn_implementation))
-    one_TV, other_TV = trial(**build_trial_rows(device)).logits[:, 4:].float()
+    one_TV, other_TV = trial(**build_trial_rows(device)).logits[:, TRIAL_DOCUMENT_TOKENS:].float()
     if _differ(one_TV, other_TV, dtype):
         raise _build_leak_error(name, "attends to other documents whatever the position_ids")
 
 
-def _differ(one_TV: Tensor, other_TV: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether logits differ by more than rounding, which changes with the group an expert computes."""
-    allowed = 1e-4 if dtype == torch.float32 else 2e-2
-    return bool((one_TV - other_TV).abs().max() > allowed * one_TV.abs().max())
+def _differ(expected: Tensor, actual: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether logits differ by more than rounding.
+
+    Rounding alone makes a difference where an expert computes another group of tokens.
+
+    Args:
+        expected: Logits.
+        actual: Logits of the same shape.
+        dtype: The dtype in which they were computed.
+    """
+    tolerance = TOLERANCE_FP32 if dtype == torch.float32 else TOLERANCE_HALF
+    return bool((expected - actual).abs().max() > tolerance * expected.abs().max())
 
 
-def _build_leak_error(name: str, why: str) -> ModelError:
+def _build_leak_error(name: str, reason: str) -> ModelError:
     return ModelError(
-        f"model: a {name} {why}, so documents in one row would see each other; set "
+        f"model: a {name} {reason}, so documents in one row would see each other; set "
         "data.separate_documents=false to accept that"
     )

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 # Exact types only: a subclass may compute something else.
-KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORM_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def count_batch_norms(model: nn.Module) -> int:
     """Return the number of layers whose statistics depend on how the batch is divided over ranks."""
-    return sum(type(layer) in KINDS for layer in model.modules())
+    return sum(type(layer) in BATCH_NORM_CLASSES for layer in model.modules())
 
 
 def is_sync_batch_norm(layer: nn.Module) -> bool:
@@ -28,7 +28,7 @@ def is_sync_batch_norm(layer: nn.Module) -> bool:
     return isinstance(layer, (nn.SyncBatchNorm, CPUSyncBatchNorm))
 
 
-def synchronise_batch_norm(
+def synchronize_batch_norm(
     model: nn.Module, process_group: dist.ProcessGroup | None, device: torch.device
 ) -> nn.Module:
     """Let every BatchNorm1d, 2d and 3d of the model count the samples of all ranks of the group.
@@ -53,11 +53,11 @@ def synchronise_batch_norm(
                 converted[layer] = CPUSyncBatchNorm(layer, process_group)
         return converted[layer]
 
-    if type(model) in KINDS:
+    if type(model) in BATCH_NORM_CLASSES:
         model = convert(model)
     for parent in list(model.modules()):
         for name, layer in list(parent._modules.items()):  # named_children yields a shared layer only once
-            if layer is not None and type(layer) in KINDS:
+            if layer is not None and type(layer) in BATCH_NORM_CLASSES:
                 setattr(parent, name, convert(layer))
     if converted:
         log.info(

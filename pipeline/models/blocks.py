@@ -87,7 +87,7 @@ def find_leaf_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 16  # bytes; Inductor's kernels read several values at a time from such addresses
+ALIGNMENT_BYTES = 16  # bytes; Inductor's kernels read several values at a time from such addresses
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -183,7 +183,7 @@ class _CompiledForward:
         log.info(
             "compile: not all parameters of %s begin at a multiple of %d bytes; compiled for any address",
             self._name,
-            ALIGNMENT,
+            ALIGNMENT_BYTES,
         )
 
     def forget(self) -> None:
@@ -221,7 +221,7 @@ class _CompiledForward:
 
 def is_aligned(block: nn.Module) -> bool:
     """Return whether each parameter begins at an address that Inductor's kernels may assume."""
-    return all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in block.parameters())
+    return all(parameter.data_ptr() % ALIGNMENT_BYTES == 0 for parameter in block.parameters())
 
 
 def _copy_function(forward: Callable[..., Any], name: str) -> Callable[..., Any]:

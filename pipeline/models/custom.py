@@ -16,9 +16,9 @@ from pipeline.models.sharding import ModelRequest
 
 log = logging.getLogger(__name__)
 
-OTHER_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-MAX_NAMED = 3  # parameters that a message lists
-GIVE_SIZES = "give the layer its sizes (nn.Linear in place of nn.LazyLinear)"
+NON_FP32_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+MAX_LISTED_NAMES = 3  # parameters that a message lists
+LAZY_LAYER_ADVICE = "give the layer its sizes (nn.Linear in place of nn.LazyLinear)"
 
 
 def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
@@ -41,7 +41,9 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
     except ValueError as error:
         if not is_sharded or "uninitialized parameter" not in str(error):
             raise
-        raise ModelError(f"model.kind: {config.kind}: a lazy layer cannot be sharded; {GIVE_SIZES}") from None
+        raise ModelError(
+            f"model.kind: {config.kind}: a lazy layer cannot be sharded; {LAZY_LAYER_ADVICE}"
+        ) from None
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"model.kind: {config.kind} returned a {type(model).__name__}, not an nn.Module; return the model"
@@ -75,14 +77,14 @@ def _refuse_unfilled(model: nn.Module, kind: str) -> None:
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     meta = [name for name, tensor in tensors if tensor.device.type == "meta"]
     for names, problem in (
-        (lazy, f"are lazy; {GIVE_SIZES}, or call the model once before it is returned"),
+        (lazy, f"are lazy; {LAZY_LAYER_ADVICE}, or call the model once before it is returned"),
         (
             meta,
             "are on the meta device; build the model on the CPU, or fill them (to_empty, then its weights)",
         ),
     ):
         if names:
-            listed = ", ".join(names[:MAX_NAMED]) + ", ..." * (len(names) > MAX_NAMED)
+            listed = ", ".join(names[:MAX_LISTED_NAMES]) + ", ..." * (len(names) > MAX_LISTED_NAMES)
             raise ModelError(f"model.kind: {kind} returned a model without values: {listed} {problem}")
 
 
@@ -92,7 +94,7 @@ def _cast_to_fp32(model: nn.Module, kind: str) -> None:
     The optimizer and checkpoints keep fp32, and the DeepSpeed JSON alone decides the dtype of computation.
     Names and objects stay the same.
     """
-    others = [p for p in model.parameters() if p.dtype in OTHER_DTYPES]
+    others = [p for p in model.parameters() if p.dtype in NON_FP32_DTYPES]
     if not others:
         return
     dtypes = {p.dtype for p in others}
@@ -103,7 +105,7 @@ def _cast_to_fp32(model: nn.Module, kind: str) -> None:
         "the DeepSpeed JSON decides the precision",
         kind,
         sum(p.numel() for p in others),
-        " and ".join(sorted(OTHER_DTYPES[dtype] for dtype in dtypes)),
+        " and ".join(sorted(NON_FP32_DTYPES[dtype] for dtype in dtypes)),
     )
 
 
@@ -111,7 +113,7 @@ def _cast_statistics_to_fp32(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._NormBase):
             for statistic in layer.buffers(recurse=False):
-                if statistic.dtype in OTHER_DTYPES:
+                if statistic.dtype in NON_FP32_DTYPES:
                     statistic.data = statistic.data.float()
 
 

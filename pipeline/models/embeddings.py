@@ -116,9 +116,11 @@ class _ParameterHolder(nn.Module):
 
 NOISE_KEYS = "noise_keys"
 """Entry of a batch with the keys (B, T), and the keyword with which the model's forward is given them."""
-_LOW = 2**32 - 1  # mask of the lower half of an int64
-_BITS = 24  # significant bits of fp32
-_ELEMENTS = 2**22  # elements worked on at a time: more of them in int64 would raise the peak of memory
+_LOW_HALF = 2**32 - 1  # mask of the lower half of an int64
+_NOISE_BITS = 24  # significant bits of fp32
+_ELEMENTS_AT_ONCE = (
+    2**22
+)  # elements worked on at a time: more of them in int64 would raise the peak of memory
 
 
 def add_embedding_noise(model: nn.Module, alpha: float) -> None:
@@ -153,25 +155,25 @@ def compute_noise(keys_BT: Tensor, width: int, alpha: float) -> Tensor:
     """
     keys_N = keys_BT.flatten()
     columns_D = _hash_words(torch.arange(1, width + 1, device=keys_N.device))
-    lengths_N = (keys_N & _LOW).clamp(min=1).double()
+    lengths_N = (keys_N & _LOW_HALF).clamp(min=1).double()
     largest_N1 = (alpha / (lengths_N * width).sqrt()).float()[:, None]
     noise_ND = torch.empty(len(keys_N), width, device=keys_N.device)
-    size = max(1, _ELEMENTS // width)
+    size = max(1, _ELEMENTS_AT_ONCE // width)
     for noise, keys, largest in zip(
         *(each.split(size) for each in (noise_ND, keys_N, largest_N1)), strict=True
     ):
-        bits = _hash_words((keys >> 32 & _LOW)[:, None] ^ columns_D) >> (32 - _BITS)
+        bits = _hash_words((keys >> 32 & _LOW_HALF)[:, None] ^ columns_D) >> (32 - _NOISE_BITS)
         # The middle of one of 2^24 equal parts of [-1, 1]: an odd number over 2^24, which fp32 represents.
-        torch.mul((bits * 2 + 1 - 2**_BITS).float() / 2**_BITS, largest, out=noise)
+        torch.mul((bits * 2 + 1 - 2**_NOISE_BITS).float() / 2**_NOISE_BITS, largest, out=noise)
     return noise_ND.view(*keys_BT.shape, width)
 
 
 def _hash_words(words: Tensor) -> Tensor:
     """Apply a bijection of 32 bits (Wellons, "lowbias32") to each int64, whose upper half stays zero."""
     words = words ^ words >> 16
-    words.mul_(0x7FEB352D).bitwise_and_(_LOW)
+    words.mul_(0x7FEB352D).bitwise_and_(_LOW_HALF)
     words ^= words >> 15
-    words.mul_(0x846CA68B).bitwise_and_(_LOW)
+    words.mul_(0x846CA68B).bitwise_and_(_LOW_HALF)
     words ^= words >> 16
     return words
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 WIDTH_MULTIPLE = 16
 """Number that divides every layer width that the kernels accept."""
-ROUTERS = ("gate", "router")
+ROUTER_NAMES = ("gate", "router")
 """Names that models give to the layer that chooses experts."""
 
 
@@ -77,7 +77,7 @@ def find_fp8_layers(model: PreTrainedModel) -> list[nn.Linear]:
         if type(layer) is nn.Linear
         and name  # empty for a layer that is itself an element of a list, such as a list of heads
         and layer.in_features % WIDTH_MULTIPLE == layer.out_features % WIDTH_MULTIPLE == 0
-        and name.rpartition(".")[2] not in ROUTERS
+        and name.rpartition(".")[2] not in ROUTER_NAMES
     ]
 
 
@@ -92,12 +92,12 @@ class _WeightKeepingLinear(Float8Linear):
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind):
             inputs = inputs.to(torch.get_autocast_dtype(kind))
-        output = _Product.apply(inputs, self.weight, self.linear_mm_config, self.config)
+        output = _Fp8Product.apply(inputs, self.weight, self.linear_mm_config, self.config)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 @torch._dynamo.allow_in_graph
-class _Product(torch.autograd.Function):
+class _Fp8Product(torch.autograd.Function):
     """Computes torchao's product and its gradients from a weight (outputs, inputs), as nn.Linear has it."""
 
     @staticmethod

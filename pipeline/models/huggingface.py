@@ -59,7 +59,7 @@ from pipeline.models.weights import draw_parameter, get_quantization_method
 
 
 @torch.no_grad()
-def initialise_weights(model: PreTrainedModel, sharding: Sharding, draws: bool) -> None:
+def initialize_weights(model: PreTrainedModel, sharding: Sharding, draws: bool) -> None:
     """Run transformers' own initialisation, children before parents, each on whole fp32 CPU parameters.
 
     Args:
@@ -95,9 +95,9 @@ def initialise_weights(model: PreTrainedModel, sharding: Sharding, draws: bool) 
 
 
 # Environment variable against transformers' threads, which read ahead as many tensors as they can.
-NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+ASYNC_LOAD_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
 # Attribute of parameters that transformers must not draw since they have been read.
-READ = "_is_hf_initialized"
+READ_MARK = "_is_hf_initialized"
 
 
 @contextmanager
@@ -110,8 +110,8 @@ def load_by_tensor(sharding: Sharding) -> Iterator[None]:
         ModelError: The files have two different tensors for one that the model ties, or see Sharding.divide.
     """
     loader = _TensorLoader(sharding)
-    before = os.environ.get(NO_THREADS)
-    os.environ[NO_THREADS] = "1"
+    before = os.environ.get(ASYNC_LOAD_VARIABLE)
+    os.environ[ASYNC_LOAD_VARIABLE] = "1"
     hooks = (
         register_module_module_registration_hook(loader.note_parent),
         register_module_parameter_registration_hook(loader.fill),  # type: ignore[arg-type]
@@ -121,9 +121,9 @@ def load_by_tensor(sharding: Sharding) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        os.environ.pop(NO_THREADS)
+        os.environ.pop(ASYNC_LOAD_VARIABLE)
         if before is not None:
-            os.environ[NO_THREADS] = before
+            os.environ[ASYNC_LOAD_VARIABLE] = before
 
 
 class _TensorLoader:
@@ -142,7 +142,7 @@ class _TensorLoader:
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str, values: nn.Parameter | None) -> nn.Parameter | None:
         """Return the parameter to register in the place of `values`; `None`: the values themselves."""
-        if values is None or values.is_meta or not hasattr(values, READ):
+        if values is None or values.is_meta or not hasattr(values, READ_MARK):
             return None
         if module._parameters.get(name) is None:
             return None
@@ -156,7 +156,7 @@ class _TensorLoader:
             self._refuse_different_values(parameter, name, values)
         with self._sharding.gather([parameter]):
             parameter.data.copy_(values)
-        setattr(parameter, READ, True)
+        setattr(parameter, READ_MARK, True)
         return parameter
 
     def _divide(self, model: nn.Module) -> dict[nn.Parameter, str | None]:
@@ -181,7 +181,7 @@ class _TensorLoader:
         self._tied[parameter] = checksum
 
 
-SCORE = "score.weight"
+SCORE_WEIGHT = "score.weight"
 
 
 def is_reward_config(config: PretrainedConfig) -> bool:
@@ -227,7 +227,7 @@ def _build_scoring_class(causal: Any, name: str) -> Any:
         _tied_weights_keys: ClassVar[dict[str, str]] = {}
         _tp_plan: ClassVar[dict[str, str]] = {}
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [*ignored, r"^(lm_head|embed_out)\."]
-        drawn_beside_weights = (SCORE,)
+        drawn_beside_weights = (SCORE_WEIGHT,)
 
         def __init__(self, config: Any, *given: Any, **named: Any):
             super().__init__(config, *given, **named)
@@ -303,7 +303,7 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         raise ModelError(f"model: {config.architecture}: {_get_reason(error)}{extra}") from None
     model.tie_weights()  # a model built without values is not tied yet
     request.sharding.divide(model)
-    initialise_weights(model, request.sharding, request.draws)
+    initialize_weights(model, request.sharding, request.draws)
     return model
 
 

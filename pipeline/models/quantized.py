@@ -24,18 +24,18 @@ from torch import Tensor, nn
 from pipeline.config.model_schema import AdapterConfig, ModelSection
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models.frozen_base import FrozenBasePlacement, is_transposed
-from pipeline.models.sharding import DevicePlacement, Sharding, drop_values
+from pipeline.models.sharding import DevicePlacement, Sharding, free_values
 
-BLOCK = 64  # values that share a scale, the default of bitsandbytes and of transformers
+BLOCK_SIZE = 64  # values that share a scale, the default of bitsandbytes and of transformers
 
 
 @torch.no_grad()
 def pack_nf4(weight: Tensor) -> Params4bit:
     """Return a weight (outputs, inputs) in NF4, on its device: two values a byte, and one byte a block."""
     codes, state = quantize_4bit(
-        weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+        weight.float().contiguous(), blocksize=BLOCK_SIZE, compress_statistics=True, quant_type="nf4"
     )
-    return Params4bit(codes, quant_state=state, blocksize=BLOCK, quant_type="nf4", bnb_quantized=True)
+    return Params4bit(codes, quant_state=state, blocksize=BLOCK_SIZE, quant_type="nf4", bnb_quantized=True)
 
 
 @torch.no_grad()
@@ -47,10 +47,10 @@ def unpack_nf4(weight: Params4bit) -> Tensor:
     """
     state = copy.copy(weight.quant_state)
     number = state.shape.numel()
-    blocks = -(-number // BLOCK)
-    codes = nn.functional.pad(weight.data.flatten(), (0, blocks * BLOCK // 2 - weight.numel()))
+    blocks = -(-number // BLOCK_SIZE)
+    codes = nn.functional.pad(weight.data.flatten(), (0, blocks * BLOCK_SIZE // 2 - weight.numel()))
     state.dtype = torch.float32
-    state.shape = torch.Size((blocks, BLOCK))
+    state.shape = torch.Size((blocks, BLOCK_SIZE))
     values: Tensor = dequantize_4bit(codes[:, None], state)
     return values.flatten()[:number].view(weight.quant_state.shape)
 
@@ -81,7 +81,7 @@ class QuantizedBasePlacement(FrozenBasePlacement):
     def _pack(self, weight: nn.Parameter) -> None:
         values = weight.detach().to(self._device)
         self._packed[weight] = pack_nf4(values.T if self._transposed[weight] else values)
-        drop_values(weight)
+        free_values(weight)
 
     def _place_parameter(self, parameter: nn.Parameter) -> None:
         if parameter not in self._transposed:
@@ -126,10 +126,10 @@ def quantize_base(
         weight = sharding.take(layer.weight)  # type: ignore[arg-type]
         weight.quant_state.dtype = dtype
         outputs, inputs = weight.quant_state.shape
-        if weight.device.type == "cpu" and inputs % BLOCK:  # see unpack_nf4
+        if weight.device.type == "cpu" and inputs % BLOCK_SIZE:  # see unpack_nf4
             raise ModelError(
                 f"adapter.quantize: {name} is {outputs} x {inputs}, but on a CPU bitsandbytes misreads rows "
-                f"whose length is not a multiple of {BLOCK}; train on a GPU, or without adapter.quantize"
+                f"whose length is not a multiple of {BLOCK_SIZE}; train on a GPU, or without adapter.quantize"
             )
         with torch.device("meta"):
             new = Linear4bit(inputs, outputs, bias=False, compute_dtype=dtype, quant_type="nf4")

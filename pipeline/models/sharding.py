@@ -118,10 +118,10 @@ class DevicePlacement(NoSharding):
                 self._place_parameter(parameter)
 
     def _place_parameter(self, parameter: nn.Parameter) -> None:
-        _set_values_with_hooks(parameter, parameter.detach().to(**self._tensor_options(parameter)))
+        _set_values_keeping_hooks(parameter, parameter.detach().to(**self._tensor_options(parameter)))
 
     def _reserve_parameter(self, parameter: nn.Parameter) -> None:
-        _set_values_with_hooks(parameter, torch.empty_like(parameter, **self._tensor_options(parameter)))
+        _set_values_keeping_hooks(parameter, torch.empty_like(parameter, **self._tensor_options(parameter)))
 
     def _tensor_options(self, parameter: nn.Parameter) -> dict[str, Any]:
         dtype = self.dtype if parameter.is_floating_point() else parameter.dtype
@@ -173,7 +173,7 @@ def build_model_request(config: RunConfig, data: Any, sharding: Sharding, draws:
     )
 
 
-def _set_values_with_hooks(parameter: nn.Parameter, values: Tensor) -> None:
+def _set_values_keeping_hooks(parameter: nn.Parameter, values: Tensor) -> None:
     """Let a parameter hold this tensor itself, with the parameter's autograd hooks where torch allows that.
 
     Assigning `.data` keeps hooks, but works only if both or neither of the two are on the meta device.
@@ -200,7 +200,7 @@ def allocate_values(parameter: nn.Parameter) -> None:
     set_values(parameter, torch.empty_like(parameter, device="cpu"))
 
 
-def drop_values(parameter: nn.Parameter) -> None:
+def free_values(parameter: nn.Parameter) -> None:
     """Free the values of a parameter, and keep its shape and dtype."""
     set_values(parameter, parameter.detach().to("meta"))
 

@@ -22,8 +22,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.errors import ModelError
 from pipeline.models.adapters import is_base
-from pipeline.models.attention import build_small_model
-from pipeline.models.document_attention import WholeRowBounds, build_bounds_arguments
+from pipeline.models.attention import build_trial_model
+from pipeline.models.document_attention import WholeRowBoundsChooser, build_bounds_arguments
 from pipeline.planner.rank import FINAL_NORM_NAMES
 
 LayerValue = Tensor | tuple[Tensor, ...]
@@ -102,7 +102,7 @@ class BlockArguments:
         self._key: tuple[Any, ...] | None = None
         self._positions: Tensor | None = None
         self._arguments: dict[str, Any] = {}
-        self._whole_rows = WholeRowBounds()
+        self._whole_rows = WholeRowBoundsChooser()
 
     def compute(self, hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> dict[str, Any]:
         """Return all arguments that any block takes, by name, from an earlier call if nothing has changed."""
@@ -312,7 +312,7 @@ def _test_cut(model: PreTrainedModel) -> None:
         ModelError: The logits differ, or they cannot be computed.
     """
     kind = model.config.model_type
-    small_model = build_small_model(model)
+    small_model = build_trial_model(model)
     if small_model is None:
         raise _build_cut_error(kind, "the cut cannot be tested on a small copy")
     small_model.config._attn_implementation = "eager"  # a CPU has no kernels of flash attention

@@ -47,8 +47,8 @@ def _is_instance(value: object, module: str, name: str) -> bool:
     return imported is not None and isinstance(value, getattr(imported, name))
 
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 def write_model_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
@@ -130,25 +130,27 @@ def check_folder(folder: Path, given: str) -> None:
             f"{start} its weights are not safetensors ({others[0].name}); this command converts them: "
             f"{format_shell_line(find_installed_program('python') or sys.executable, '-c', code)}"
         )
-    if not (folder / INDEX).exists():
+    if not (folder / INDEX_FILE).exists():
         return
-    if (folder / SINGLE).exists():
+    if (folder / SINGLE_FILE).exists():
         raise ModelError(
-            f"{start} the folder has two sets of weights: {SINGLE}, and the files that {INDEX} names; delete "
-            f"one of them: {format_shell_line('rm', folder / SINGLE)}, "
-            f"or {format_shell_line('rm', folder / INDEX)}"
+            f"{start} the folder has two sets of weights: {SINGLE_FILE}, and the files that {INDEX_FILE} names; delete "
+            f"one of them: {format_shell_line('rm', folder / SINGLE_FILE)}, "
+            f"or {format_shell_line('rm', folder / INDEX_FILE)}"
         )
     try:
-        names = set(read_weight_map(folder / INDEX).values())
+        names = set(read_weight_map(folder / INDEX_FILE).values())
     except (OSError, ValueError):
-        raise ModelError(f"{start} {INDEX} cannot be read as an index of weights; fetch it again") from None
+        raise ModelError(
+            f"{start} {INDEX_FILE} cannot be read as an index of weights; fetch it again"
+        ) from None
     for name in sorted(names):
         path = find_path_inside(folder, name)
         if path is None:
             raise ModelError(
-                f"{start} {INDEX} names a file outside of the folder: {name[:100]!r}; fetch the model again"
+                f"{start} {INDEX_FILE} names a file outside of the folder: {name[:100]!r}; fetch the model again"
             )
         if not path.is_file():
             raise ModelError(
-                f"{start} {INDEX} names {name[:100]!r}, which is not a file there; fetch it again"
+                f"{start} {INDEX_FILE} names {name[:100]!r}, which is not a file there; fetch it again"
             )

@@ -25,7 +25,7 @@ from pipeline.config.patterns import match_parameters
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
 from pipeline.models.attention import choose_attention, refuse_document_leaks, refuse_lookahead
-from pipeline.models.batch_norm import synchronise_batch_norm
+from pipeline.models.batch_norm import synchronize_batch_norm
 from pipeline.models.embeddings import add_embedding_noise
 from pipeline.models.sharding import Sharding
 from pipeline.models.transformers_facts import is_transformers_model
@@ -151,7 +151,7 @@ def freeze(model: nn.Module, config: ModelConfig, _: TransformContext) -> nn.Mod
     return model
 
 
-def adapt(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
+def apply_adapter(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
     """Add the recipe's `adapter`."""
     request = context.adapter
     if request is not None:
@@ -175,7 +175,7 @@ def add_noise_to_embeddings(model: nn.Module, config: ModelConfig, _: TransformC
     return model
 
 
-def compute_gelu_at_once(model: nn.Module, _: ModelConfig, __: TransformContext) -> nn.Module:
+def fuse_gelu(model: nn.Module, _: ModelConfig, __: TransformContext) -> nn.Module:
     """Replace GPT-2's GELU, eight operations in transformers, with torch's single one: the same function."""
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -230,10 +230,10 @@ def multiply_in_fp8(model: nn.Module, config: ModelConfig, context: TransformCon
     return model
 
 
-def synchronise_statistics(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
+def synchronize_statistics(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
     """Let batch normalisation count the samples of all data-parallel ranks."""
     if context.dp_world_size > 1:
-        model = synchronise_batch_norm(model, None, context.device)
+        model = synchronize_batch_norm(model, None, context.device)
     return model
 
 
@@ -247,15 +247,15 @@ def prepare_precision(model: nn.Module, _: ModelConfig, context: TransformContex
 # Applied in this order.
 TRANSFORMS: tuple[Transform, ...] = (
     freeze,
-    adapt,
+    apply_adapter,
     add_noise_to_embeddings,
-    compute_gelu_at_once,
+    fuse_gelu,
     recompute_activations,
     set_attention,
     refuse_noncausal_model,
     refuse_mixed_documents,
     multiply_in_fp8,
-    synchronise_statistics,
+    synchronize_statistics,
     prepare_precision,
 )
 

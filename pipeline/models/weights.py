@@ -42,10 +42,10 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-DEEPSPEED = "*_model_states.pt"
-PICKLES = (".pt", ".pth", ".bin")
+DEEPSPEED_PATTERN = "*_model_states.pt"
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin")
 # Keys under which training programs save the model in one file with its optimizer.
-ENVELOPES = ("state_dict", "model_state_dict", "model", "module")
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module")
 
 
 class TensorEntry(NamedTuple):
@@ -72,7 +72,7 @@ class WeightFile(Protocol):
         ...
 
 
-def weights_error(path: Path, what: str, key: str = "model.weights") -> ModelError:
+def build_weights_error(path: Path, what: str, key: str = "model.weights") -> ModelError:
     """Return an error about a path that a recipe's key names."""
     return ModelError(f"{key}: {path} {what}")
 
@@ -85,7 +85,7 @@ def _select_names(path: Path, names: list[str], expected: list[str] | None) -> l
     """
     for name in expected or ():
         if name not in names:
-            raise weights_error(path, f"lacks {name!r}, which its index lists; save or fetch it again")
+            raise build_weights_error(path, f"lacks {name!r}, which its index lists; save or fetch it again")
     return names if expected is None else expected
 
 
@@ -108,7 +108,7 @@ class SafetensorsFiles:
                     self._places[name] = path, file
             except (SafetensorError, OSError) as error:
                 what = f"cannot be read as safetensors: {_get_first_sentence(error)}; save or fetch it again"
-                raise weights_error(path, what, key) from None
+                raise build_weights_error(path, what, key) from None
         self.entries: Mapping[str, TensorEntry] = entries
 
     def read(self, name: str) -> Tensor:
@@ -117,7 +117,7 @@ class SafetensorsFiles:
         try:
             values: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise weights_error(
+            raise build_weights_error(
                 path, f"cannot be read: {name}: {_get_first_sentence(error)}", self._key
             ) from None
         return values
@@ -161,13 +161,13 @@ def _unpickle(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch's reader may raise anything for an untrusted file
         if refused := re.search(r"GLOBAL (\S+)", str(error)):
-            raise weights_error(
+            raise build_weights_error(
                 path,
                 f"contains {refused[1][:100]}, which is code and is not run; save model.state_dict() instead "
                 "of the model, or safetensors",
             ) from None
         what = f"cannot be read as weights: {_get_first_sentence(error)}; save or fetch it again"
-        raise weights_error(path, what) from None
+        raise build_weights_error(path, what) from None
 
 
 def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
@@ -175,9 +175,9 @@ def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
     if len(state_dicts) == 1:
         return state_dicts[0][1]
     if not state_dicts:
-        raise weights_error(path, "has no tensors by name; save model.state_dict()")
+        raise build_weights_error(path, "has no tensors by name; save model.state_dict()")
     places = ", ".join(place for place, _ in state_dicts)
-    raise weights_error(path, f"contains several models ({places}); save only the one to load")
+    raise build_weights_error(path, f"contains several models ({places}); save only the one to load")
 
 
 def _find_state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -186,7 +186,7 @@ def _find_state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tup
         return
     inner = [
         each
-        for key in ENVELOPES
+        for key in STATE_DICT_KEYS
         for each in _find_state_dicts(content.get(key), depth - 1, f"{place}.{key}".strip("."))
     ]
     own = {key: t for key, t in content.items() if isinstance(key, str) and isinstance(t, Tensor)}
@@ -214,8 +214,8 @@ def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
     if path.is_dir():
         return open_checkpoint(path) or _open_folder(path)
     if not path.exists():
-        raise weights_error(path, "does not exist; give a file, a folder or a run directory")
-    if path.match(DEEPSPEED):
+        raise build_weights_error(path, "does not exist; give a file, a folder or a run directory")
+    if path.match(DEEPSPEED_PATTERN):
         raise _build_deepspeed_error(path, path.parent)
     return _open_files({path: None})
 
@@ -241,7 +241,7 @@ def open_hub(name: str) -> WeightFile:
     return SafetensorsFiles(dict.fromkeys(files))
 
 
-def tokenizer_beside(path: Path) -> Path | None:
+def find_tokenizer(path: Path) -> Path | None:
     """Return the tokenizer.json in the weights' folder or run; `None` if there is none."""
     folder = path if path.is_dir() else path.parent
     places = (folder, folder / "model", folder.parent.parent / "model")  # the last one for a checkpoint
@@ -258,15 +258,17 @@ def _open_folder(folder: Path) -> WeightFile:
                 _read_index(folder, name) if is_index else {_resolve_inside(folder, name): None}
             )
     if (folder / "checkpoints").is_dir():
-        raise weights_error(folder, "is a run directory without a checkpoint; give a run that saved one")
-    if any(folder.glob(DEEPSPEED)) or any(folder.glob(f"*/{DEEPSPEED}")):
+        raise build_weights_error(
+            folder, "is a run directory without a checkpoint; give a run that saved one"
+        )
+    if any(folder.glob(DEEPSPEED_PATTERN)) or any(folder.glob(f"*/{DEEPSPEED_PATTERN}")):
         raise _build_deepspeed_error(folder, folder)
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if len(names) == 1:
         return _open_files({_resolve_inside(folder, names[0]): None})
     hint = f"; it has {', '.join(names[:3])}{' ...' * (len(names) > 3)}: name one of them" if names else ""
     expected = f"{', '.join(WEIGHT_FILES)}, or a run directory"
-    raise weights_error(folder, f"has no weights; expected {expected}{hint}")
+    raise build_weights_error(folder, f"has no weights; expected {expected}{hint}")
 
 
 def _refuse_quantized(folder: Path) -> None:
@@ -276,7 +278,7 @@ def _refuse_quantized(folder: Path) -> None:
     except (OSError, ValueError, AttributeError, RecursionError):
         return
     if given:
-        raise weights_error(
+        raise build_weights_error(
             folder,
             f"has weights that are already quantized ({get_quantization_method(given)}); "
             "give the original ones",
@@ -290,7 +292,7 @@ def get_quantization_method(given: Any) -> str:
 
 def _build_deepspeed_error(path: Path, folder: Path) -> ModelError:
     what = "is part of" if path != folder else "is"
-    return weights_error(
+    return build_weights_error(
         path,
         f"{what} a checkpoint in DeepSpeed's format; run `python zero_to_fp32.py . OUT --safe_serialization` "
         "in the folder with its zero_to_fp32.py, and give OUT",
@@ -305,13 +307,13 @@ def _resolve_inside(folder: Path, name: str) -> Path:
     """
     path = find_path_inside(folder, name)
     if path is None:
-        raise weights_error(folder, f"names a file outside of itself: {name[:100]!r}; fetch it again")
+        raise build_weights_error(folder, f"names a file outside of itself: {name[:100]!r}; fetch it again")
     try:
         is_there = path.is_file()
     except (OSError, ValueError):  # the system refuses such a name
         is_there = False
     if not is_there:
-        raise weights_error(folder, f"has no file {name[:100]!r}; save or fetch it again")
+        raise build_weights_error(folder, f"has no file {name[:100]!r}; save or fetch it again")
     return path
 
 
@@ -320,7 +322,9 @@ def _read_index(folder: Path, index: str) -> dict[Path, list[str] | None]:
     try:
         places = read_weight_map(_resolve_inside(folder, index))
     except (OSError, ValueError):
-        raise weights_error(folder / index, "cannot be read as an index of weights; fetch it again") from None
+        raise build_weights_error(
+            folder / index, "cannot be read as an index of weights; fetch it again"
+        ) from None
     files = {place: _resolve_inside(folder, place) for place in dict.fromkeys(places.values())}
     listed: dict[Path, list[str] | None] = {}
     for name, place in places.items():
@@ -332,20 +336,28 @@ def _open_files(files: dict[Path, list[str] | None]) -> WeightFile:
     suffixes = {path.suffix for path in files}
     for path in files:
         if not path.is_file():
-            raise weights_error(path, "is not a file; give a file with weights")
+            raise build_weights_error(path, "is not a file; give a file with weights")
     if suffixes == {".safetensors"}:
         return SafetensorsFiles(files)
-    if suffixes <= set(PICKLES):
+    if suffixes <= set(PICKLE_SUFFIXES):
         return PickledFiles(files)
-    raise weights_error(next(iter(files)), f"cannot be read; expected .safetensors, {', '.join(PICKLES)}")
+    raise build_weights_error(
+        next(iter(files)), f"cannot be read; expected .safetensors, {', '.join(PICKLE_SUFFIXES)}"
+    )
 
 
 log = logging.getLogger(__name__)
 
 # Parts of names that DistributedDataParallel, torch.compile, DeepSpeed, FSDP and activation checkpointing
 # insert.
-WRAPPERS = {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WRAPPER_NAMES = {
+    "module",
+    "_orig_mod",
+    "_forward_module",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+}
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -430,7 +442,7 @@ def load_weights(
 
 def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
     """Refuse weights that were trained with another tokenizer, whose rows belong to other tokens."""
-    file = tokenizer_beside(path)
+    file = find_tokenizer(path)
     if file is None:
         log.warning(
             "model.weights: %s has no tokenizer beside it, so its token ids may differ from those of the "
@@ -513,7 +525,7 @@ def plan_load(
 def _describe_mismatch(target: Any, entry: TensorEntry, is_vocabulary: bool, may_grow: bool) -> str | None:
     """Return the reason why a tensor of the files cannot fill this one; `None` if it can."""
     shape = tuple(getattr(target, "ds_shape", target.shape))  # ds_shape is the whole shape of a shard
-    if entry.dtype != target.dtype and not (entry.dtype in FLOATS and target.dtype in FLOATS):
+    if entry.dtype != target.dtype and not (entry.dtype in FLOAT_DTYPES and target.dtype in FLOAT_DTYPES):
         file_dtype = str(entry.dtype).removeprefix("torch.")
         return f"{file_dtype} in the file, {str(target.dtype).removeprefix('torch.')} in the model"
     if entry.shape == shape:
@@ -553,7 +565,7 @@ def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[s
     stripped = keys
     while stripped:
         first_parts = {key.partition(".")[0] for key in stripped}
-        if len(first_parts) != 1 or not first_parts <= WRAPPERS:
+        if len(first_parts) != 1 or not first_parts <= WRAPPER_NAMES:
             break
         stripped = [key.partition(".")[2] for key in stripped]
         if len(known.keys() & stripped) > len(known.keys() & shortened.values()):
@@ -577,7 +589,7 @@ def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[s
 
 def _strip_wrappers(name: str) -> str:
     """Return the name without any wrapper in it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
 
 
 def _contains(key: str, name: str) -> bool:

@@ -34,8 +34,8 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.replicas import ReplicaDigests
 from pipeline.models import document_attention
 from pipeline.models.attention import choose_attention
-from pipeline.models.batch_norm import synchronise_batch_norm
-from pipeline.models.document_attention import ScoreOptions, WholeRowBounds, attend_in_blocks
+from pipeline.models.batch_norm import synchronize_batch_norm
+from pipeline.models.document_attention import ScoreOptions, WholeRowBoundsChooser, attend_in_blocks
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.monitoring.metrics import Meters, WallTime, Workload
 from pipeline.objectives import CausalLM
@@ -198,7 +198,7 @@ def test_a_snapshot_is_copied_on_a_stream_of_its_own(card):
 
 def attended(job: Job, groups: int) -> list[str]:
     """Kernels that compute rows of two lengths, one document each, with a forward's bounds."""
-    rows, kernels = WholeRowBounds(), []
+    rows, kernels = WholeRowBoundsChooser(), []
     with hopper(), patch.object(document_attention, "_repeat_heads", None):  # nothing repeats keys or values
         attend = document_attention.DocumentAttention()
         for length in (32, 48, 32):
@@ -206,7 +206,7 @@ def attended(job: Job, groups: int) -> list[str]:
                 torch.ones(2, n, length, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
                 for n in (4, groups, groups)
             ]
-            bounds = rows.bounds(heads[0].transpose(1, 2))
+            bounds = rows.choose(heads[0].transpose(1, 2))
             with Operators() as seen:
                 output, _ = attend(
                     torch.nn.Identity(), *heads, None, **{document_attention.BOUNDS_KEY: bounds}
@@ -279,7 +279,7 @@ def compared(job: Job) -> tuple[str, torch.device]:
     """Class of a batch norm that counts all ranks' samples, and device of the replicas' digests."""
     with hopper() as card:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(DEVICE)
-        model = synchronise_batch_norm(model, None, DEVICE)
+        model = synchronize_batch_norm(model, None, DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         weights = list(model.parameters())
         replicas = ReplicaDigests(0, model.parameters, optimizer, DEVICE, rewritten=lambda: weights)

@@ -9,7 +9,7 @@ from torch import nn
 from pipeline.models.document_attention import (
     BOUNDS_KEY,
     DocumentAttention,
-    empty_bounds,
+    build_empty_bounds,
     find_document_bounds,
 )
 
@@ -42,7 +42,7 @@ def attended(device: str, dtype: torch.dtype, groups: int, bounds: torch.Tensor,
 )
 def test_documents_of_a_row_are_kept_apart_as_on_a_cpu(dtype, allowed, groups, is_packed):
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
-    bounds = find_document_bounds(positions) if is_packed else empty_bounds(torch.device("cpu"))
+    bounds = find_document_bounds(positions) if is_packed else build_empty_bounds(torch.device("cpu"))
     weights = torch.linspace(-1, 1, 3 * 256 * 4 * 64).view(3, 256, 4, 64)
     expected = attended("cpu", torch.float32, groups, bounds, weights)
     for found, wanted in zip(attended("cuda", dtype, groups, bounds, weights), expected, strict=True):

@@ -13,7 +13,7 @@ from pipeline.models.document_attention import (
     DocumentAttention,
     ScoreOptions,
     attend_in_blocks,
-    empty_bounds,
+    build_empty_bounds,
     find_document_bounds,
 )
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def whole_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    bounds = {BOUNDS_KEY: empty_bounds(query.device)}
+    bounds = {BOUNDS_KEY: build_empty_bounds(query.device)}
     return DocumentAttention()(nn.Identity(), query, key, value, None, **bounds)[0].transpose(1, 2)
 
 
@@ -89,7 +89,7 @@ def test_dropout_and_other_widths_go_through_torchs_function():
     torch.testing.assert_close(whole_rows(query, key, wider), expected)
     attention = DocumentAttention()
     dropped, _ = attention(
-        nn.Identity(), query, key, value, None, 0.5, cu_seq_lens_q=empty_bounds(query.device)
+        nn.Identity(), query, key, value, None, 0.5, cu_seq_lens_q=build_empty_bounds(query.device)
     )
     assert dropped.shape == (1, 20, 4, 8)
     assert not torch.equal(dropped.transpose(1, 2), whole_rows(query, key, value))

@@ -14,7 +14,7 @@ from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import mean_loss
-from pipeline.models.batch_norm import CPUSyncBatchNorm, count_batch_norms, synchronise_batch_norm
+from pipeline.models.batch_norm import CPUSyncBatchNorm, count_batch_norms, synchronize_batch_norm
 from pipeline.objectives import Classification
 from pipeline.training.assemble import build_loader
 
@@ -124,7 +124,7 @@ def uneven(job: Job, kind, momentum, dtype):
     mine = slice(None)
     if job.ranks.world_size > 1:
         mine = slice(0, 5) if job.ranks.rank == 0 else slice(5, 7)
-        layer = synchronise_batch_norm(layer, dist.group.WORLD, CPU)
+        layer = synchronize_batch_norm(layer, dist.group.WORLD, CPU)
         assert type(layer) is CPUSyncBatchNorm
     x = whole[mine].clone().requires_grad_()
     for _ in range(2):
@@ -173,7 +173,7 @@ class Shared(nn.Module):
 def converted(job: Job):
     model = Shared().eval()
     before = dict(model.named_parameters()), list(model.state_dict())
-    after = synchronise_batch_norm(model, None, CPU)
+    after = synchronize_batch_norm(model, None, CPU)
     assert after is model
     assert after.a is after.b
     assert not after.a.training
