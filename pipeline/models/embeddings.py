@@ -1,9 +1,9 @@
 """Embeddings: rows for new tokens of a growing vocabulary, and noise during training.
 
-NEFTune (Jain et al. 2023, arXiv 2310.05914) adds uniform noise to embeddings. The noise of a token is a hash,
-not a drawn number: a function of the token's key (see data/random_numbers.py) and the column alone. It does
-not depend on rank, row, micro-batch or device. The price is that equal documents of a step get equal noise.
-Keys come with training batches, so evaluation, generation and a reference model compute without noise.
+NEFTune (Jain et al. 2023, arXiv 2310.05914) adds uniform noise to embeddings. The noise of a token is not
+drawn, but a hash of the token's key (see data/random_numbers.py) and the column. The noise therefore does not
+depend on rank, row, micro-batch or device. The price is that equal documents of a step get equal noise. Only
+training batches come with keys, so evaluation, generation and a reference model compute without noise.
 
 Shapes: B rows, T tokens, N = B * T, D the embeddings' width.
 """
@@ -24,17 +24,23 @@ from pipeline.models.transformers_facts import is_transformers_model
 
 ROWS_AT_ONCE = 4096
 
+NOISE_KEYS = "noise_keys"
+"""Entry of a batch with the keys (B, T), and the keyword with which the model's forward gets them."""
+_LOW_HALF = 2**32 - 1  # mask of the lower half of an int64
+_NOISE_BITS = 24  # significant bits of fp32
+_ELEMENTS_AT_ONCE = 2**22  # more elements in int64 at a time would raise the peak of memory
+
 
 def find_vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters with a row for each token, a tied one once.
+    """Return the parameters of a model that have a row for each token of the vocabulary; a tied one once.
 
-    The list is empty if the model does not name its embeddings.
+    The list is empty if the model does not name its embeddings (get_input_embeddings).
     """
     parameters: dict[nn.Parameter, None] = {}
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         module = getattr(model, getter, lambda: None)()
         if module is not None and module is getattr(model, "score", None):
-            continue
+            continue  # a reward model's output layer gives one score, not one for each token
         for name in ("weight", "bias"):
             parameter = getattr(module, name, None)
             if isinstance(parameter, nn.Parameter):
@@ -43,7 +49,7 @@ def find_vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def get_vocabulary_size(model: nn.Module) -> int | None:
-    """Return the vocabulary size in the config of a language model or its stage; `None` without one."""
+    """Return the vocabulary size in the config of a model or pipeline stage; `None` if there is none."""
     config = getattr(model, "config", None)
     size: int | None = getattr(config, "vocab_size", None)
     return size
@@ -51,15 +57,15 @@ def get_vocabulary_size(model: nn.Module) -> int | None:
 
 @torch.no_grad()
 def fill_rows(target: Tensor, values: Tensor) -> None:
-    """Copy `values` (r, ...) into the first rows of `target` (R, ...), and their mean into the others.
+    """Copy `values` (r, ...) into the first rows of `target` (R, ...), and their mean into the other rows.
 
-    With the mean, a new token changes no distribution more than an average token does
+    With the mean, a new token changes the model's predictions no more than an average token does
     (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
     """
     rows = len(values)
     target[:rows].copy_(values)
     if len(target) > rows:
-        # In fp64 and in fixed blocks, the mean does not depend on the number of threads.
+        # Blocks of a fixed size, in fp64: then the mean does not depend on the number of threads.
         total = sum(block.double().sum(0) for block in values.split(ROWS_AT_ONCE))
         target[rows:] = torch.as_tensor(total / rows)
 
@@ -67,11 +73,12 @@ def fill_rows(target: Tensor, values: Tensor) -> None:
 def grow_vocabulary(model: Any, rows: int, sharding: Sharding) -> None:
     """Enlarge the embeddings of a transformers model to `rows` rows. Collective at ZeRO-3.
 
-    A parameter that has as many rows or more stays as it is.
+    A new parameter replaces one with fewer rows, and is marked with `has_new_rows`: an adapter trains it
+    whole. A parameter that has as many rows or more stays as it is.
 
     Args:
-        model: The model, changed in place.
-        rows: The number of tokens.
+        model: The model, changed in place, with its config.
+        rows: The size of the new vocabulary.
         sharding: The split in which the model was built.
 
     Raises:
@@ -91,7 +98,7 @@ def grow_vocabulary(model: Any, rows: int, sharding: Sharding) -> None:
             fill_rows(values, old.data)
         with sharding.construct():
             new = _ParameterHolder(values, old.requires_grad).values
-        new.has_new_rows = True  # type: ignore[attr-defined] # read by adapters, which then train it
+        new.has_new_rows = True  # type: ignore[attr-defined]
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is old:
@@ -107,24 +114,15 @@ def grow_vocabulary(model: Any, rows: int, sharding: Sharding) -> None:
 
 
 class _ParameterHolder(nn.Module):
-    """A module that exists only for ZeRO-3 to shard its parameter."""
+    """A module around one parameter, since ZeRO-3 shards the parameters of modules only."""
 
     def __init__(self, values: Tensor, requires_grad: bool):
         super().__init__()
         self.values = nn.Parameter(values, requires_grad)
 
 
-NOISE_KEYS = "noise_keys"
-"""Entry of a batch with the keys (B, T), and the keyword with which the model's forward is given them."""
-_LOW_HALF = 2**32 - 1  # mask of the lower half of an int64
-_NOISE_BITS = 24  # significant bits of fp32
-_ELEMENTS_AT_ONCE = (
-    2**22
-)  # elements worked on at a time: more of them in int64 would raise the peak of memory
-
-
 def add_embedding_noise(model: nn.Module, alpha: float) -> None:
-    """Let the model add noise to the output of its token embedding where it is called with keys.
+    """Let the model add noise to the output of its token embedding in calls with the keyword `noise_keys`.
 
     Args:
         model: The model; hooks are registered on it.
@@ -139,29 +137,34 @@ def add_embedding_noise(model: nn.Module, alpha: float) -> None:
             f"model.neftune_alpha: a {type(model).__name__} has no token embedding to add noise to; use a "
             "transformers model that takes token ids, or set model.neftune_alpha=null"
         )
-    _register_noise(embedding, alpha)
+    _register_noise_hook(embedding, alpha)
     model.register_forward_pre_hook(partial(_pass_keys, alpha), with_kwargs=True)
 
 
 def set_noise_keys(embedding: nn.Module, keys_BT: Iterable[Tensor]) -> None:
-    """Set the keys for the next calls of the embedding, one tensor a call; later calls get no noise."""
+    """Set the keys for the next calls of the embedding, one tensor for each; later calls add no noise."""
     setattr(embedding, NOISE_KEYS, deque(keys_BT))
 
 
 def compute_noise(keys_BT: Tensor, width: int, alpha: float) -> Tensor:
-    """Return noise (B, T, D), fp32, within alpha / sqrt(L D) of 0; L is the length of a token's document.
+    """Return noise (B, T, D), fp32, between -alpha / sqrt(L D) and alpha / sqrt(L D).
 
     The computation is in integers until the last division, so every device gives the same noise.
+
+    Args:
+        keys_BT: The tokens' keys: a hash in the upper 32 bits, and L, the number of tokens of the token's
+            document, in the lower 32 bits.
+        width: The embeddings' width D.
+        alpha: NEFTune's alpha.
     """
     keys_N = keys_BT.flatten()
     columns_D = _hash_words(torch.arange(1, width + 1, device=keys_N.device))
     lengths_N = (keys_N & _LOW_HALF).clamp(min=1).double()
     largest_N1 = (alpha / (lengths_N * width).sqrt()).float()[:, None]
     noise_ND = torch.empty(len(keys_N), width, device=keys_N.device)
-    size = max(1, _ELEMENTS_AT_ONCE // width)
-    for noise, keys, largest in zip(
-        *(each.split(size) for each in (noise_ND, keys_N, largest_N1)), strict=True
-    ):
+    tokens = max(1, _ELEMENTS_AT_ONCE // width)
+    chunks = zip(noise_ND.split(tokens), keys_N.split(tokens), largest_N1.split(tokens), strict=True)
+    for noise, keys, largest in chunks:
         bits = _hash_words((keys >> 32 & _LOW_HALF)[:, None] ^ columns_D) >> (32 - _NOISE_BITS)
         # The middle of one of 2^24 equal parts of [-1, 1]: an odd number over 2^24, which fp32 represents.
         torch.mul((bits * 2 + 1 - 2**_NOISE_BITS).float() / 2**_NOISE_BITS, largest, out=noise)
@@ -183,27 +186,27 @@ def _find_embedding(model: nn.Module) -> nn.Module | None:
         embedding = model.get_input_embeddings() if is_transformers_model(model) else None
     except NotImplementedError:
         return None
-    own = getattr(embedding, "base_layer", embedding)  # the layer inside of an adapter
-    return embedding if isinstance(own, nn.Embedding) else None  # a vision model's may be a convolution
+    base = getattr(embedding, "base_layer", embedding)  # the layer that an adapter wraps
+    return embedding if isinstance(base, nn.Embedding) else None  # a vision model's may be a convolution
 
 
-def _register_noise(embedding: nn.Module, alpha: float) -> None:
+def _register_noise_hook(embedding: nn.Module, alpha: float) -> None:
     embedding.register_forward_hook(partial(_add_noise, alpha))
     set_noise_keys(embedding, ())
 
 
-def _pass_keys(alpha: float, model: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Take the keys out of a forward's arguments, before the forward, and pass them to the embedding."""
-    keys_BT = named.pop(NOISE_KEYS, None)
+def _pass_keys(alpha: float, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the keys out of a forward's arguments and pass them to the embedding; a forward pre-hook."""
+    keys_BT = kwargs.pop(NOISE_KEYS, None)
     embedding = model.get_input_embeddings()
     if not hasattr(embedding, NOISE_KEYS):  # AutoTP has replaced the embedding
-        _register_noise(embedding, alpha)
+        _register_noise_hook(embedding, alpha)
     set_noise_keys(embedding, () if keys_BT is None else (keys_BT,))
-    return values, named
+    return args, kwargs
 
 
 def _add_noise(alpha: float, embedding: Any, _: Any, embedded_BTD: Tensor) -> Tensor:
-    """Add noise after the embedding's forward, if there are keys for this call."""
+    """Return the embedding's output with noise, if there are keys for this call; a forward hook."""
     keys = getattr(embedding, NOISE_KEYS)
     if not keys:
         return embedded_BTD

@@ -1,7 +1,8 @@
 """The request to a model builder: facts of the data, and the place of parameters while the model is built.
 
 A model can be built whole on the host, whole on its device, or sharded from the first parameter on (ZeRO 3).
-With pipeline stages and tensor parallelism, the parts of other ranks are built without values.
+With pipeline stages and tensor parallelism, parameters of other ranks are built without values, on torch's
+meta device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class Sharding(Protocol):
     """The split as a model builder sees it, without DeepSpeed.
 
-    The methods here serve a rank that holds every parameter in fp32 on the CPU; see NoSharding.
+    The bodies of the methods here are right for a rank that has every parameter in fp32 on the CPU; see
+    NoSharding.
     """
 
     def construct(self) -> AbstractContextManager[Any]:
@@ -30,11 +32,11 @@ class Sharding(Protocol):
         return nullcontext()
 
     def construct_empty(self) -> AbstractContextManager[Any]:
-        """Return such a context for code that needs no parameter values and draws none."""
+        """Return a context like `construct`, for code that neither needs parameter values nor draws any."""
         return self.construct()
 
     def divide(self, model: nn.Module) -> None:
-        """Drop the values that this rank does not keep, once the model's structure is complete. Collective.
+        """Free the values that this rank does not train, once the model has all its modules. Collective.
 
         Raises:
             ModelError: The model cannot be divided.
@@ -53,13 +55,14 @@ class Sharding(Protocol):
 
         Args:
             model: The model, built and divided.
-            draws: Whether the present values are kept; see ModelRequest.draws.
+            draws: Whether the present values are moved along. If not, memory is reserved without values,
+                since a checkpoint or a file will fill them; see ModelRequest.draws.
         """
         return None
 
     @property
     def loads_by_tensor(self) -> bool:
-        """Return whether a model is divided before its weights are loaded, one tensor at a time."""
+        """Whether pretrained weights are loaded one tensor at a time, into a model that is divided before."""
         ...
 
     @property
@@ -78,10 +81,11 @@ class NoSharding(Sharding):
 class DevicePlacement(NoSharding):
     """Keeps every parameter on every rank, on the device and in the dtype of training.
 
-    A rank's host never holds a whole fp32 model for its device. Each parameter is drawn or read in fp32 on
+    A rank's host never stores a whole fp32 model for its device. Each parameter is drawn or read in fp32 on
     the CPU, so its values equal those of any other split. It then goes to the device in the run's precision,
-    a module at a time. Until then the model is constructed in memory without values, which the system does
-    not allocate before it is written. Rank 0 does not draw for the others: that would take as long.
+    a module at a time. Before that, parameters are constructed without values, in memory that the system does
+    not allocate until it is written. Every rank draws all values: if rank 0 drew and sent them, that would
+    take as long.
 
     Args:
         device: The rank's device.
@@ -91,7 +95,7 @@ class DevicePlacement(NoSharding):
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self._device = device
         self.dtype = dtype
-        # In fp32 on the CPU, from_pretrained itself puts tensors where they stay.
+        # Otherwise from_pretrained itself puts tensors into their final place: in fp32, on the CPU.
         self.loads_by_tensor = device.type != "cpu" or dtype != torch.float32
 
     def place(self, model: nn.Module, draws: bool) -> None:
@@ -118,9 +122,11 @@ class DevicePlacement(NoSharding):
                 self._place_parameter(parameter)
 
     def _place_parameter(self, parameter: nn.Parameter) -> None:
+        """Move a parameter's values to where training expects them."""
         _set_values_keeping_hooks(parameter, parameter.detach().to(**self._tensor_options(parameter)))
 
     def _reserve_parameter(self, parameter: nn.Parameter) -> None:
+        """Allocate the memory of a parameter where training expects it, without values."""
         _set_values_keeping_hooks(parameter, torch.empty_like(parameter, **self._tensor_options(parameter)))
 
     def _tensor_options(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -130,13 +136,14 @@ class DevicePlacement(NoSharding):
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """Facts of the data and the run that a builder fits the model to."""
+    """Facts of the data and the run that a builder fits the model to; `None` where the data have no such."""
 
     sharding: Sharding
+    """Split under which the model is built."""
     vocab_size: int | None = None
     """Number of entries of the tokenizer."""
     sequence_length: int | None = None
-    """Number of tokens of the longest sequence that the data yields."""
+    """Number of tokens of the longest row that the data yield."""
     longest: int | None = None
     """Number of tokens of the longest text with consecutive positions; `None`: `sequence_length`."""
     num_classes: int | None = None
@@ -158,7 +165,7 @@ def build_model_request(config: RunConfig, data: Any, sharding: Sharding, draws:
         config: The run's configuration.
         data: The run's DataBundle, a class that `models/` may not import.
         sharding: The split under which the model is built.
-        draws: Whether training starts from the model's initial weights.
+        draws: Whether initial weights are drawn; see ModelRequest.draws.
     """
     return ModelRequest(
         sharding=sharding,
@@ -174,9 +181,9 @@ def build_model_request(config: RunConfig, data: Any, sharding: Sharding, draws:
 
 
 def _set_values_keeping_hooks(parameter: nn.Parameter, values: Tensor) -> None:
-    """Let a parameter hold this tensor itself, with the parameter's autograd hooks where torch allows that.
+    """Make `values` the parameter's data, without a copy, and keep autograd hooks if torch allows that.
 
-    Assigning `.data` keeps hooks, but works only if both or neither of the two are on the meta device.
+    An assignment to `.data` keeps the hooks. It works only if both tensors are on the meta device, or neither.
     """
     if parameter.is_meta == values.is_meta:
         parameter.data = values
@@ -185,7 +192,7 @@ def _set_values_keeping_hooks(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def count_elements(parameter: Tensor) -> int:
-    """Return the number of values of the whole parameter, also of one that is sharded or in 4 bits."""
+    """Return the number of values of the whole parameter, even if it is sharded by ZeRO 3 or in 4 bits."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return math.prod(state.shape)
@@ -193,7 +200,7 @@ def count_elements(parameter: Tensor) -> int:
 
 
 def allocate_values(parameter: nn.Parameter) -> None:
-    """Allocate CPU memory for a parameter without values, and leave it unfilled.
+    """Allocate CPU memory for a parameter on the meta device, and leave it uninitialized.
 
     The parameter stays the same object.
     """
@@ -201,14 +208,14 @@ def allocate_values(parameter: nn.Parameter) -> None:
 
 
 def free_values(parameter: nn.Parameter) -> None:
-    """Free the values of a parameter, and keep its shape and dtype."""
+    """Free the values of a parameter. It keeps its shape and dtype, on the meta device."""
     set_values(parameter, parameter.detach().to("meta"))
 
 
 def set_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Let a parameter hold this tensor itself, not a copy.
+    """Make `values` the parameter's data, without a copy.
 
-    The parameter stays the same object and keeps its attributes.
+    The parameter stays the same object and keeps its attributes, but loses its autograd hooks.
     """
     filled = nn.Parameter(values, parameter.requires_grad)
     vars(filled).update(vars(parameter))

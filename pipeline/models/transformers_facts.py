@@ -1,7 +1,8 @@
-"""Facts about models, configs and folders of transformers, without importing it.
+"""Facts about models, configs and folders of transformers, without importing transformers.
 
-The import takes longer than torch's, and not every model needs it. A folder of transformers holds weights and
-a description of their model. A folder from elsewhere is checked before a library reads it.
+The import takes longer than torch's, and not every model needs it. A folder of transformers has weights, and
+a description of the model that they belong to. A folder that the user names is checked before a library reads
+it.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ def is_transformers_config(value: object) -> TypeGuard[PreTrainedConfig]:
 
 
 def caps_scores(config: PreTrainedConfig) -> bool:
-    """Return whether attention caps its scores, as in Gemma 2."""
+    """Return whether the model's attention caps its scores, as in Gemma 2."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def _is_instance(value: object, module: str, name: str) -> bool:
+    """Return whether a value is an instance of the class `name` of a module; `False` if not imported."""
     imported = sys.modules.get(module)
     return imported is not None and isinstance(value, getattr(imported, name))
 
@@ -52,10 +54,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def write_model_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write config, generation config and tokenizer into `folder`, if the model is one of transformers.
+    """Write config, generation config and tokenizer into `folder`; nothing if the model has no such config.
 
     Args:
-        model: The whole model, or a stage that has the whole model's `config`.
+        model: The whole model, or a pipeline stage that has the whole model's `config`.
         tokenizer: The tokenizer, or `None`.
         folder: The folder to write, created if missing.
 
@@ -68,7 +70,7 @@ def write_model_description(model: nn.Module, tokenizer: Any, folder: Path) -> N
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(config)
     config.use_cache = True
-    config._attn_implementation = None  # the run's choice, not that of programs that open the folder
+    config._attn_implementation = None  # a choice of this run, which programs that open the folder make anew
     config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
@@ -78,17 +80,21 @@ def write_model_description(model: nn.Module, tokenizer: Any, folder: Path) -> N
 
 
 def choose_auto_class(config: Mapping[str, Any]) -> str:
-    """Return the name of transformers' auto class for this config.json: a reward or a language model's."""
+    """Return the name of transformers' auto class for a model, a reward model or a language model.
+
+    Args:
+        config: The content of the model's config.json.
+    """
     names = config.get("architectures") or [""]
     is_reward = str(names[0]).endswith("ForSequenceClassification")
-    return f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
+    return "AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM"
 
 
 def resolve_pretrained(given: str) -> str:
     """Return the folder or hub name that transformers loads for the recipe's `model.pretrained`.
 
     Raises:
-        ModelError: It is a path without a folder, or see `check_folder`.
+        ModelError: It is a path, but there is no folder; or `check_folder` refuses the folder.
     """
     path = Path(given).expanduser()
     if path.is_dir():
@@ -102,40 +108,44 @@ def resolve_pretrained(given: str) -> str:
 
 
 def check_folder(folder: Path, given: str) -> None:
-    """Raise a ModelError unless everything that would be read is a plain file in the folder.
+    """Check that transformers can load a folder, and would read plain files inside of it only.
 
     Args:
         folder: The folder to check.
-        given: The recipe's text for the folder.
+        given: The recipe's `model.pretrained`, for messages.
 
     Raises:
-        ModelError: The folder has no config.json, or it is in a run's directory and without weights. Also if
-            its index names no plain file of the folder, or a file in it is a pipe or a device.
+        ModelError: A file is not safe to read, such as a pipe, or one outside of the folder that the index
+            names. Or the folder has no config.json, no weights but a run's description, no safetensors, an
+            index that cannot be read, or two sets of weights.
     """
     start = f"model.pretrained: {given!r}:"
     if problem := next(find_unsafe_files(folder), None):
         raise ModelError(f"{start} {problem}; remove or replace it")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{start} the folder has no config.json; give a folder that save_pretrained wrote")
-    run = folder.absolute().parent
-    if (run / "checkpoints").is_dir() and not any(folder.glob("*.safetensors*")):
+    run_directory = folder.absolute().parent
+    has_safetensors = any(folder.glob("*.safetensors*"))
+    if not has_safetensors and (run_directory / "checkpoints").is_dir():
         raise ModelError(
             f"{start} the folder describes the model of a run, but has no weights; export the run (with "
-            f"--merge if it has an adapter): {format_pipeline_command('export', run, 'OUT')}"
+            f"--merge if it has an adapter): {format_pipeline_command('export', run_directory, 'OUT')}"
         )
-    if not any(folder.glob("*.safetensors*")) and (others := sorted(folder.glob("*.bin"))):
+    pickles = sorted(folder.glob("*.bin"))
+    if not has_safetensors and pickles:
         code = f"from transformers import AutoModelForCausalLM as M; f = {str(folder.absolute())!r}; "
         code += "M.from_pretrained(f, dtype='auto').save_pretrained(f)"
+        python = find_installed_program("python") or sys.executable
         raise ModelError(
-            f"{start} its weights are not safetensors ({others[0].name}); this command converts them: "
-            f"{format_shell_line(find_installed_program('python') or sys.executable, '-c', code)}"
+            f"{start} its weights are not safetensors ({pickles[0].name}); this command converts them: "
+            f"{format_shell_line(python, '-c', code)}"
         )
     if not (folder / INDEX_FILE).exists():
         return
     if (folder / SINGLE_FILE).exists():
         raise ModelError(
-            f"{start} the folder has two sets of weights: {SINGLE_FILE}, and the files that {INDEX_FILE} names; delete "
-            f"one of them: {format_shell_line('rm', folder / SINGLE_FILE)}, "
+            f"{start} the folder has two sets of weights: {SINGLE_FILE}, and the files that {INDEX_FILE} "
+            f"names; delete one of them: {format_shell_line('rm', folder / SINGLE_FILE)}, "
             f"or {format_shell_line('rm', folder / INDEX_FILE)}"
         )
     try:
@@ -148,7 +158,8 @@ def check_folder(folder: Path, given: str) -> None:
         path = find_path_inside(folder, name)
         if path is None:
             raise ModelError(
-                f"{start} {INDEX_FILE} names a file outside of the folder: {name[:100]!r}; fetch the model again"
+                f"{start} {INDEX_FILE} names a file outside of the folder: {name[:100]!r}; fetch the model "
+                "again"
             )
         if not path.is_file():
             raise ModelError(
