@@ -4,9 +4,9 @@ Parameters, their names and their gradients stay as they are: a layer casts its 
 gradient of its output for each product. The head, embeddings, routers and norms compute as before. `evaluate`
 and `generate` compute without fp8.
 
-torchao is changed in two ways. Scales are powers of two in every recipe: with any other scale, the rounding
-of a number depends on what else is in its tensor, so each split would have a loss curve of its own. And a
-layer keeps its weight for backward, not a view of it (see _WeightKeepingLinear).
+torchao is changed in two ways. First, scales are powers of two in every recipe. With any other scale, the
+rounding of a number depends on the other numbers in its tensor, so the loss would depend on the split.
+Second, a layer saves its weight for backward, not a view of the weight (see _WeightKeepingLinear).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from pipeline.models.blocks import MODULE_LISTS
 log = logging.getLogger(__name__)
 
 WIDTH_MULTIPLE = 16
-"""Number that divides every layer width that the kernels accept."""
+"""The kernels accept only layers whose widths are multiples of this."""
 ROUTER_NAMES = ("gate", "router")
 """Names that models give to the layer that chooses experts."""
 
@@ -37,9 +37,10 @@ def convert_to_fp8(model: PreTrainedModel, recipe: str, device: torch.device) ->
     """Let the linear layers of the model's blocks multiply in fp8, by a recipe of torchao.
 
     Args:
-        model: The model, whole, in ZeRO 3's shards or of one stage; changed in place.
+        model: The model, changed in place: whole, sharded by ZeRO 3, or one pipeline stage.
         recipe: `tensorwise`, `rowwise` or `rowwise_with_gw_hp`.
-        device: The device that trains. On a CPU numbers are cast to fp8 and back, and multiplied in fp32.
+        device: The device that trains. On a CPU fp8 is emulated: numbers are rounded to fp8 and multiplied in
+            fp32.
 
     Raises:
         ModelError: No layer of the model can multiply in fp8.
@@ -60,8 +61,8 @@ def convert_to_fp8(model: PreTrainedModel, recipe: str, device: torch.device) ->
     for layer in model.modules():
         if type(layer) is Float8Linear:
             layer.__class__ = _WeightKeepingLinear
-    how = "emulated on a CPU: the same numbers, only slower" if config.emulate else "on the GPU"
-    log.info("model.fp8: %d linear layers multiply in fp8 (%s), %s", len(layers), recipe, how)
+    place = "emulated on a CPU: the same numbers, only slower" if config.emulate else "on the GPU"
+    log.info("model.fp8: %d linear layers multiply in fp8 (%s), %s", len(layers), recipe, place)
 
 
 def find_fp8_layers(model: PreTrainedModel) -> list[nn.Linear]:
@@ -69,36 +70,42 @@ def find_fp8_layers(model: PreTrainedModel) -> list[nn.Linear]:
 
     Rounding would change a router's choice of experts.
     """
-    blocks = [block for each in model.modules() if isinstance(each, MODULE_LISTS) for block in each]
-    named = {layer: name for block in blocks for name, layer in block.named_modules()}
-    return [
-        layer
-        for layer, name in named.items()
-        if type(layer) is nn.Linear
-        and name  # empty for a layer that is itself an element of a list, such as a list of heads
-        and layer.in_features % WIDTH_MULTIPLE == layer.out_features % WIDTH_MULTIPLE == 0
-        and name.rpartition(".")[2] not in ROUTER_NAMES
-    ]
+    lists = [module for module in model.modules() if isinstance(module, MODULE_LISTS)]
+    blocks = [block for modules in lists for block in modules]
+    names = {layer: name for block in blocks for name, layer in block.named_modules()}
+    return [layer for layer, name in names.items() if _takes_fp8(layer, name)]
+
+
+def _takes_fp8(layer: nn.Module, name: str) -> TypeGuard[nn.Linear]:
+    """Return whether a layer of this name in its block can multiply in fp8."""
+    if not name:  # the layer is itself an element of a list, such as a list of heads
+        return False
+    if type(layer) is not nn.Linear or name.rpartition(".")[2] in ROUTER_NAMES:
+        return False
+    return layer.in_features % WIDTH_MULTIPLE == 0 and layer.out_features % WIDTH_MULTIPLE == 0
 
 
 class _WeightKeepingLinear(Float8Linear):
-    """Keeps its weight for backward, where torchao's layer keeps a view of the weight.
+    """Saves its weight for backward, where torchao's layer saves a view of the weight.
 
-    A view would keep the parameters that ZeRO 3 gathers for a block in memory until backward, and so in the
-    end the whole model.
+    Such a view would keep the parameters that ZeRO 3 gathers for a block in memory until backward. After the
+    forward, the whole model would be in memory.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
-        kind = inputs.device.type
-        if torch.is_autocast_enabled(kind):
-            inputs = inputs.to(torch.get_autocast_dtype(kind))
+        device_type = inputs.device.type
+        if torch.is_autocast_enabled(device_type):
+            inputs = inputs.to(torch.get_autocast_dtype(device_type))
         output = _Fp8Product.apply(inputs, self.weight, self.linear_mm_config, self.config)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 @torch._dynamo.allow_in_graph
 class _Fp8Product(torch.autograd.Function):
-    """Computes torchao's product and its gradients from a weight (outputs, inputs), as nn.Linear has it."""
+    """Computes torchao's product and its gradients from the weight (outputs, inputs) of an nn.Linear.
+
+    torchao's own function takes the transposed weight, which is a view.
+    """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, mm_config: Any, config: Any) -> Tensor:

@@ -18,7 +18,7 @@ from pipeline.models.sharding import DevicePlacement
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Return whether the layer is linear with a weight (inputs, outputs): transformers' Conv1D, in GPT-2."""
+    """Return whether the layer is transformers' Conv1D (GPT-2): linear, with a weight (inputs, outputs)."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
@@ -39,7 +39,12 @@ def _get_output_layer(model: nn.Module) -> nn.Module | None:
 
 
 def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mapping[str, Any]) -> list[str]:
-    """Return the names of the linear layers that get an adapter.
+    """Return the names of the linear layers that get an adapter, in the model's order.
+
+    Args:
+        config: The recipe's adapter section.
+        model: The model.
+        layers: The model's linear layers by name; see find_linear_layers.
 
     Raises:
         ConfigError: A name in `adapter.targets` matches nothing, or it matches the output layer.
@@ -55,9 +60,9 @@ def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mappin
     for pattern in config.targets:
         modules = (name for name, _ in model.named_modules())
         matches = match_modules(pattern, layers, "adapter.targets", "linear layer", modules)
-        if kept := sorted(set(matches) - set(names)):
+        if heads := sorted(set(matches) - set(names)):
             raise ConfigError(
-                f"adapter.targets: {pattern!r} matches {kept[0]}, the output layer, which gets no adapter; "
+                f"adapter.targets: {pattern!r} matches {heads[0]}, the output layer, which gets no adapter; "
                 "name it in adapter.modules_to_save to train it whole"
             )
         targets.update(dict.fromkeys(matches))
@@ -65,7 +70,7 @@ def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mappin
 
 
 def find_fully_trained(config: AdapterConfig, model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `modules_to_save` and of a reward model's score layer.
+    """Return the parameters to train whole: those of `modules_to_save` and of a reward model's score layer.
 
     Raises:
         ConfigError: A name in `adapter.modules_to_save` matches nothing.
@@ -81,10 +86,10 @@ def find_fully_trained(config: AdapterConfig, model: nn.Module) -> list[nn.Param
 
 
 class FrozenBasePlacement(DevicePlacement):
-    """Places the weights of frozen linear layers as a subclass says, and all others as DevicePlacement does.
+    """Places the weights of frozen linear layers as a subclass says, and other parameters on the device.
 
     Args:
-        others: The placement of all other parameters.
+        others: The placement of all other parameters, whose device and dtype this one takes over.
         adapter: The recipe's adapter section.
     """
 
@@ -92,14 +97,15 @@ class FrozenBasePlacement(DevicePlacement):
         super().__init__(others._device, others.dtype)
         self.loads_by_tensor = True
         self._adapter = adapter
-        self._transposed: dict[nn.Parameter, bool] = {}
+        self._frozen_weights: dict[nn.Parameter, bool] = {}
+        """Weights of frozen linear layers, each with whether it is (inputs, outputs). `divide` fills it."""
 
     def divide(self, model: nn.Module) -> None:
-        """See Sharding.divide."""
-        for layer in self.layers_of(model).values():
-            self._transposed.setdefault(layer.weight, is_transposed(layer))  # type: ignore[arg-type]
+        """Note the weights of the frozen linear layers. Nothing is freed."""
+        for layer in self.find_frozen_layers(model).values():
+            self._frozen_weights.setdefault(layer.weight, is_transposed(layer))  # type: ignore[arg-type]
 
-    def layers_of(self, model: nn.Module) -> dict[str, nn.Module]:
+    def find_frozen_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the frozen linear layers by name, with or without an adapter, but not the output layer.
 
         transformers' BitsAndBytesConfig chooses the same layers, so an exported adapter fits this base.
@@ -116,17 +122,17 @@ class FrozenBasePlacement(DevicePlacement):
 
 
 class HalfBasePlacement(FrozenBasePlacement):
-    """Holds the frozen base in autocast's dtype, in half the memory of fp32.
+    """Stores the weights of frozen linear layers in autocast's dtype, in half the memory of fp32.
 
-    Autocast would round these weights for each product, and keeps no copy of a weight that needs no gradient.
-    Products are therefore the same to the last bit. Only DoRA's lengths, which are norms of the weights
-    themselves, differ, by 2e-5. Embeddings, norms and the output layer stay fp32: no product rounds the first
-    two.
+    Autocast would round these weights for each matrix product, so products are the same to the last bit. It
+    caches no rounded copy of a weight without gradient. Only DoRA's magnitudes, which are norms of the
+    weights themselves, differ, by 2e-5. Other parameters stay fp32; autocast does not round embeddings and
+    norms.
 
     Args:
         others: The placement of all other parameters.
         adapter: The recipe's adapter section.
-        dtype: The dtype of products under autocast.
+        dtype: The dtype in which autocast multiplies.
     """
 
     def __init__(self, others: DevicePlacement, adapter: AdapterConfig, dtype: torch.dtype):
@@ -135,17 +141,20 @@ class HalfBasePlacement(FrozenBasePlacement):
 
     def _tensor_options(self, parameter: nn.Parameter) -> dict[str, Any]:
         options = super()._tensor_options(parameter)
-        return options | {"dtype": self._product_dtype} if parameter in self._transposed else options
+        if parameter in self._frozen_weights:
+            options["dtype"] = self._product_dtype
+        return options
 
-    def release(self, trained: Iterable[nn.Parameter]) -> None:
-        """Place these parameters as all others are placed, since they are trained after all."""
+    def exclude_trained(self, trained: Iterable[nn.Parameter]) -> None:
+        """Place trained parameters as all others, where they were taken for weights of frozen layers."""
         for parameter in trained:
-            if self._transposed.pop(parameter, None) is not None:
+            was_frozen = self._frozen_weights.pop(parameter, None) is not None
+            if was_frozen:
                 self._place_parameter(parameter)
 
 
 class _CastingLayer(nn.Module):
-    """A layer with a weight in half precision that, outside of autocast, computes in its input's dtype."""
+    """A layer with a weight in half precision that computes in its input's dtype outside of autocast."""
 
     weight: nn.Parameter
 
@@ -156,28 +165,29 @@ class _CastingLayer(nn.Module):
 
 
 @cache
-def _build_casting_class(kind: Any) -> Any:
-    return type(kind.__name__, (_CastingLayer, kind), {})
+def _build_casting_class(layer_class: Any) -> Any:
+    """Return a subclass of a layer's class, of the same name, that casts its weight; see _CastingLayer."""
+    return type(layer_class.__name__, (_CastingLayer, layer_class), {})
 
 
 def accept_fp32_inputs(
     model: nn.Module, trained: Iterable[nn.Parameter], sharding: HalfBasePlacement
 ) -> None:
-    """Let the layers of a half-precision base be called in fp32 too, as `Run.model` and generation do.
+    """Let the layers of a half-precision base take fp32 inputs, which `Run.model` and generation give them.
 
-    Outside of autocast such a layer casts its weight to its input's fp32. The model is then the one that peft
-    opens over a bf16 base, to 1e-6.
+    Outside of autocast such a layer casts its weight to its input's fp32. Outputs are then those of the model
+    that peft opens over a bf16 base, to 1e-6.
 
     Args:
-        model: The model, changed in place.
-        trained: Parameters that are trained whole, also those that only `adapter.weights` names. They become
-            fp32 again.
+        model: The model, changed in place: its frozen layers change their class.
+        trained: Parameters that are trained whole, including those that only `adapter.weights` names. They
+            become fp32 again.
         sharding: The placement in which the model was built.
     """
-    layers = sharding.layers_of(model)
+    layers = sharding.find_frozen_layers(model)
     trained = list(trained)
-    sharding.release(trained)
-    whole = {id(p) for p in trained}
+    sharding.exclude_trained(trained)
+    trained_ids = {id(p) for p in trained}
     for layer in layers.values():
-        if id(layer.weight) not in whole:
+        if id(layer.weight) not in trained_ids:
             layer.__class__ = _build_casting_class(type(layer))  # type: ignore[arg-type]

@@ -6,13 +6,14 @@ Weights are quantized from the files' values in fp32, whatever dtype the run com
 same under every split and precision. A merge quantizes the original weights again and needs no copy of the
 base in a checkpoint.
 
-ZeRO 3 does not shard a base in 4 bits. Its scales are in no parameter and would have to be gathered with each
-weight, and four bits a value are no more than ZeRO 3 leaves of a bf16 base at four ranks.
+ZeRO 3 does not shard a base in 4 bits. The scales are in no parameter, and would have to be gathered with
+each weight. The gain would be small: at four ranks, ZeRO 3's shards of a bf16 base take 4 bits a value too.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,12 +27,15 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.models.frozen_base import FrozenBasePlacement, is_transposed
 from pipeline.models.sharding import DevicePlacement, Sharding, free_values
 
-BLOCK_SIZE = 64  # values that share a scale, the default of bitsandbytes and of transformers
+BLOCK_SIZE = 64  # number of values that share a scale; the default of bitsandbytes and transformers
 
 
 @torch.no_grad()
 def pack_nf4(weight: Tensor) -> Params4bit:
-    """Return a weight (outputs, inputs) in NF4, on its device: two values a byte, and one byte a block."""
+    """Return a weight (outputs, inputs) in NF4, on its device.
+
+    Two values take one byte, and the scale of each block takes one more.
+    """
     codes, state = quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK_SIZE, compress_statistics=True, quant_type="nf4"
     )
@@ -47,7 +51,7 @@ def unpack_nf4(weight: Params4bit) -> Tensor:
     """
     state = copy.copy(weight.quant_state)
     number = state.shape.numel()
-    blocks = -(-number // BLOCK_SIZE)
+    blocks = math.ceil(number / BLOCK_SIZE)
     codes = nn.functional.pad(weight.data.flatten(), (0, blocks * BLOCK_SIZE // 2 - weight.numel()))
     state.dtype = torch.float32
     state.shape = torch.Size((blocks, BLOCK_SIZE))
@@ -58,39 +62,41 @@ def unpack_nf4(weight: Params4bit) -> Tensor:
 class QuantizedBasePlacement(FrozenBasePlacement):
     """Packs each weight of the frozen base into NF4 as soon as its values have been read.
 
-    The parameter then has no values of its own. Where weights are drawn, which visits a weight several times,
-    the values stay in fp32 on the CPU until the adapter is added.
+    The parameter itself then has no values. Weights that are drawn, not read, stay in fp32 on the CPU until
+    the adapter is added, since drawing visits a weight several times.
 
     Args:
         others: The placement of all other parameters.
         adapter: The recipe's adapter section.
-        model: The recipe's model section.
+        model: The recipe's model section, which tells whether all weights are read.
     """
 
     def __init__(self, others: DevicePlacement, adapter: AdapterConfig, model: ModelSection):
         super().__init__(others, adapter)
-        self._is_read = model.pretrained_from is not None or (model.weights is not None and model.strict)
+        self._are_weights_read = model.pretrained_from is not None or (
+            model.weights is not None and model.strict
+        )
         self._packed: dict[nn.Parameter, Params4bit] = {}
 
-    def take(self, weight: nn.Parameter) -> Params4bit:
-        """Return the weight in NF4, on the device, and drop the values of the parameter."""
+    def get_packed(self, weight: nn.Parameter) -> Params4bit:
+        """Return a frozen weight in NF4, on the device. The values of the parameter itself are freed."""
         if weight not in self._packed:
             self._pack(weight)
         return self._packed[weight]
 
     def _pack(self, weight: nn.Parameter) -> None:
         values = weight.detach().to(self._device)
-        self._packed[weight] = pack_nf4(values.T if self._transposed[weight] else values)
+        self._packed[weight] = pack_nf4(values.T if self._frozen_weights[weight] else values)
         free_values(weight)
 
     def _place_parameter(self, parameter: nn.Parameter) -> None:
-        if parameter not in self._transposed:
+        if parameter not in self._frozen_weights:
             super()._place_parameter(parameter)
-        elif self._is_read and not parameter.is_meta:
+        elif self._are_weights_read and not parameter.is_meta:
             self._pack(parameter)
 
     def _reserve_parameter(self, parameter: nn.Parameter) -> None:
-        if parameter not in self._transposed:
+        if parameter not in self._frozen_weights:
             super()._reserve_parameter(parameter)
 
 
@@ -99,31 +105,31 @@ def quantize_base(
 ) -> None:
     """Replace the model's frozen linear layers with bitsandbytes' 4-bit layers.
 
-    All frozen linear layers are quantized, not only those with an adapter, as transformers'
-    BitsAndBytesConfig does: an exported adapter would otherwise open over another model.
+    Layers without an adapter are quantized too, as transformers' BitsAndBytesConfig does. Otherwise an
+    exported adapter would be opened over another base than it was trained on.
 
     Args:
         model: The model, changed in place.
         trained: Parameters that are trained whole.
         sharding: The QuantizedBasePlacement in which the model was built.
-        dtype: The dtype of products.
+        dtype: The dtype of matrix products, into which weights are dequantized.
 
     Raises:
-        ConfigError: A layer is trained whole according to `adapter.weights` alone, not to the recipe.
-        ModelError: The model has no frozen linear layer, or a CPU cannot read the rows of one.
+        ConfigError: `adapter.weights` has trained a layer whole, but the recipe does not name it.
+        ModelError: The model has no frozen linear layer, or one has rows that bitsandbytes misreads on a CPU.
     """
     assert isinstance(sharding, QuantizedBasePlacement)
-    layers = sharding.layers_of(model)
+    layers = sharding.find_frozen_layers(model)
     if not layers:
         raise ModelError("adapter.quantize: the model has no frozen nn.Linear to quantize; leave it out")
-    whole = {id(p) for p in trained}
+    trained_ids = {id(p) for p in trained}
     for name, layer in layers.items():
-        if id(layer.weight) in whole:
+        if id(layer.weight) in trained_ids:
             raise ConfigError(
                 f"adapter.weights: the adapter has trained {name} whole, so it cannot be stored in 4 bits; "
                 "name it in adapter.modules_to_save"
             )
-        weight = sharding.take(layer.weight)  # type: ignore[arg-type]
+        weight = sharding.get_packed(layer.weight)  # type: ignore[arg-type]
         weight.quant_state.dtype = dtype
         outputs, inputs = weight.quant_state.shape
         if weight.device.type == "cpu" and inputs % BLOCK_SIZE:  # see unpack_nf4
@@ -145,14 +151,14 @@ def quantize_base(
 
 
 def find_quantized_layers(model: nn.Module) -> Iterator[tuple[str, Linear4bit]]:
-    """Yield the quantized layers under the names of the layers they replaced."""
+    """Yield (name, layer) for each quantized layer, with the name of the layer that it replaced."""
     for name, module in model.named_modules():
         if isinstance(module, Linear4bit):
             yield name.removesuffix(".base_layer"), module
 
 
 def count_nf4_bytes(weight: Any) -> int:
-    """Return the bytes of a weight in NF4 with its scales: 0.5 and about 0.016 a value."""
+    """Return the bytes of a weight in NF4 with its scales: 0.5 a value, and about 0.016 for its scale."""
     state = weight.quant_state
     tensors = (weight, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
     return sum(each.numel() * each.element_size() for each in tensors)

@@ -183,7 +183,7 @@ def build_model_request(config: RunConfig, data: Any, sharding: Sharding, draws:
 def _set_values_keeping_hooks(parameter: nn.Parameter, values: Tensor) -> None:
     """Make `values` the parameter's data, without a copy, and keep autograd hooks if torch allows that.
 
-    An assignment to `.data` keeps the hooks. It works only if both tensors are on the meta device, or neither.
+    An assignment to `.data` keeps the hooks. It works only if both tensors or neither are on the meta device.
     """
     if parameter.is_meta == values.is_meta:
         parameter.data = values

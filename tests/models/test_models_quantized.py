@@ -118,13 +118,13 @@ def test_a_pretrained_weight_gives_up_its_memory_once_it_is_read(tmp_path):
     )
     model = build_model(asked_for[0], ModelRequest(sharding), 0)
     own = load_file(folder / "model.safetensors")
-    layers = sharding.layers_of(model)
+    layers = sharding.find_frozen_layers(model)
     assert len(layers) == 14
     for name, parameter in model.named_parameters():
         is_quantized = name.removesuffix(".weight") in layers
         assert parameter.is_meta == is_quantized
         if is_quantized:
-            assert torch.equal(sharding.take(parameter), pack_nf4(own[name]))
+            assert torch.equal(sharding.get_packed(parameter), pack_nf4(own[name]))
         else:
             assert torch.equal(parameter, own[name])
 
