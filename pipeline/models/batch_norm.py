@@ -1,6 +1,7 @@
-"""Batch normalisation over the micro-batches of all data-parallel ranks, as one rank would compute it.
+"""Batch normalization over the micro-batches of all data-parallel ranks, as one rank would compute it.
 
-On a GPU torch.nn.SyncBatchNorm computes it. That class refuses CPU tensors: CPUSyncBatchNorm does it there.
+On a GPU torch.nn.SyncBatchNorm computes it. That class refuses CPU tensors, for which there is
+CPUSyncBatchNorm.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ BATCH_NORM_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def count_batch_norms(model: nn.Module) -> int:
-    """Return the number of layers whose statistics depend on how the batch is divided over ranks."""
+    """Return the number of layers whose statistics depend on how a batch is divided over ranks."""
     return sum(type(layer) in BATCH_NORM_CLASSES for layer in model.modules())
 
 
 def is_sync_batch_norm(layer: nn.Module) -> bool:
-    """Return whether a layer's running statistics count the samples of all ranks."""
+    """Return whether a layer normalizes over the samples of all ranks."""
     return isinstance(layer, (nn.SyncBatchNorm, CPUSyncBatchNorm))
 
 
@@ -33,10 +34,11 @@ def synchronize_batch_norm(
 ) -> nn.Module:
     """Let every BatchNorm1d, 2d and 3d of the model count the samples of all ranks of the group.
 
-    Parameters stay the same objects, also where ZeRO-3 shards them. Names in the state dict stay the same.
+    Layers are replaced. Their parameters stay the same objects, also where ZeRO-3 shards them, and their
+    names in the state dict stay the same.
 
     Args:
-        model: The model, changed in place unless it is itself a batch normalisation layer.
+        model: The model, changed in place unless it is itself a batch normalization layer.
         process_group: The data-parallel ranks; `None`: all ranks.
         device: The device that the model will compute on.
 
@@ -61,7 +63,7 @@ def synchronize_batch_norm(
                 setattr(parent, name, convert(layer))
     if converted:
         log.info(
-            "batch normalisation: %d layer%s count%s the samples of all %d data-parallel ranks",
+            "batch normalization: %d layer%s count%s the samples of all %d data-parallel ranks",
             len(converted),
             "s" * (len(converted) > 1),
             "s" * (len(converted) == 1),
@@ -71,11 +73,12 @@ def synchronize_batch_norm(
 
 
 class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Trains a batch normalisation layer over the samples of all ranks, which may have different numbers.
+    """Batch normalization over the samples of all ranks, which may have different numbers of samples.
 
-    The forward takes two all-reduces, and so does the backward: first the sum and the count, then the squared
-    distances from the mean, which do not cancel. Statistics are computed in fp32, or in fp64 of fp64 inputs.
-    In evaluation the layer computes as the one it replaces.
+    In training, forward and backward take two all-reduces each. The first sums values and counts them. The
+    second sums squared distances from the mean, which is more accurate than the difference of mean squares.
+    Statistics are computed in fp32, or in fp64 for fp64 inputs. In evaluation the layer computes as the one
+    that it replaces.
 
     Args:
         layer: The layer to replace, whose parameters and buffers this one shares.
@@ -104,25 +107,25 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"expected an input (N, C, ...) of 2 or more dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input (N, C, ...)."""
+        """Return the normalized input (N, C, ...). Collective in training."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
         x = input if input.dtype == torch.float64 else input.float()
-        other_dims = [0, *range(2, x.dim())]
-        per_channel = [1, -1, *[1] * (x.dim() - 2)]
-        count = x.new_tensor([x.numel() // x.shape[1]])
-        total = self._sum_over_ranks(torch.cat([x.sum(other_dims), count]))
+        all_but_channels = [0, *range(2, x.dim())]
+        channel_shape = [1, -1, *[1] * (x.dim() - 2)]  # broadcasts a value for each channel
+        own_count = x.new_tensor([x.numel() // x.shape[1]])
+        total = self._sum_over_ranks(torch.cat([x.sum(all_but_channels), own_count]))
         count = total[-1].detach()
         mean = total[:-1] / count
-        centred = x - mean.view(per_channel)
-        variance = self._sum_over_ranks(centred.square().sum(other_dims)) / count
+        centered = x - mean.view(channel_shape)
+        variance = self._sum_over_ranks(centered.square().sum(all_but_channels)) / count
         self._update_statistics(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
-        y = centred * (variance + self.eps).rsqrt().view(per_channel)
+        y = centered * (variance + self.eps).rsqrt().view(channel_shape)
         if self.weight is not None:
-            y = y * self.weight.view(per_channel)
+            y = y * self.weight.view(channel_shape)
         if self.bias is not None:
-            y = y + self.bias.view(per_channel)
+            y = y + self.bias.view(channel_shape)
         return y.to(input.dtype)
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
@@ -135,13 +138,13 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return
         self.num_batches_tracked.add_(1)
         # Without a momentum, the running statistics are the mean over all batches so far.
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), share)
+        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), momentum)
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sums a tensor over ranks. Its gradient sums all ranks' gradients, since each loss depends on it."""
+    """Sums a tensor over ranks. Backward sums gradients too, since every rank's loss depends on the sum."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:

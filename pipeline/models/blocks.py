@@ -1,10 +1,10 @@
 """The repeated blocks of a model, and their compilation: one compiled function for all blocks of a kind.
 
-Blocks are compiled, not the model. Compiled as a whole, transformers builds the dense mask and flash
-attention is lost, ZeRO's hooks break the graph into pieces, and DDP gets all gradients at the end. Hooks of
-DeepSpeed and buckets of DistributedDataParallel stay outside of the compiled functions. The recomputation of
-a block under activation checkpointing is part of its compiled function. A block that cannot be compiled runs
-uncompiled, and one line of the log says so.
+Blocks are compiled, not the model. If the whole model were compiled, transformers would build the dense mask
+and flash attention would be lost. ZeRO's hooks would break the graph into pieces, and DDP would get all
+gradients at the end. So hooks of DeepSpeed and buckets of DistributedDataParallel stay outside of the
+compiled functions. The recomputation of a block under activation checkpointing is part of its compiled
+function. A block that cannot be compiled runs uncompiled, and one line of the log says why.
 """
 
 from __future__ import annotations
@@ -28,31 +28,36 @@ from pipeline.errors import summarize_error
 from pipeline.models.batch_norm import is_sync_batch_norm
 from pipeline.models.transformers_facts import is_transformers_model
 
+log = logging.getLogger(__name__)
+
 MODULE_LISTS = (nn.ModuleList, nn.Sequential)
+ALIGNMENT_BYTES = 16  # Inductor's kernels read several values at a time, from multiples of this address
 
 
 def find_repeated_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield each group of two or more modules of a list that differ only in their values.
+    """Yield each group of repeated blocks: two or more modules of one list that differ only in their values.
 
     The modules of a group are of one class, contain modules, and have parameters of the same names, shapes
-    and dtypes. Of nested groups the outermost is yielded.
+    and dtypes. If groups are nested, only the outermost is yielded.
     """
-    taken: set[nn.Module] = set()
+    yielded: set[nn.Module] = set()
     if isinstance(model, MODULE_LISTS):
-        alike: dict[Any, list[nn.Module]] = {}
+        by_structure: dict[Any, list[nn.Module]] = {}
         for child in dict.fromkeys(model):
-            if any(True for _ in child.children()) and not isinstance(child, MODULE_LISTS):
-                alike.setdefault(_describe_structure(child), []).append(child)
-        for blocks in alike.values():
+            has_children = any(True for _ in child.children())
+            if has_children and not isinstance(child, MODULE_LISTS):
+                by_structure.setdefault(_describe_structure(child), []).append(child)
+        for blocks in by_structure.values():
             if len(blocks) > 1:
-                taken.update(blocks)
+                yielded.update(blocks)
                 yield blocks
     for child in model.children():
-        if child not in taken:
+        if child not in yielded:
             yield from find_repeated_blocks(child)
 
 
 def _describe_structure(block: nn.Module) -> Any:
+    """Return a key that is equal for blocks that differ only in their values."""
     parameters = tuple(
         (name, tuple(getattr(p, "ds_shape", p.shape)), p.dtype, p.requires_grad)
         for name, p in block.named_parameters()
@@ -66,35 +71,33 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Return whether the model is a mixture of experts: their input sizes differ from batch to batch."""
+    """Return whether the model is a transformers mixture of experts."""
     return getattr(getattr(model, "config", None), "num_experts_per_tok", None) is not None
 
 
 def find_leaf_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Yield the groups of blocks that can be leaf modules of ZeRO 3, which gathers a whole leaf at once.
 
-    Only blocks of transformers qualify: it calls them as modules, with hidden states, which other code need
-    not do. Blocks that share a parameter with another module do not, nor do those of a mixture of experts,
-    which are too large to gather whole.
+    Only blocks of transformers' own classes qualify: transformers calls a block as a module, with hidden
+    states, and other code may do otherwise. Blocks that share a parameter with another module do not qualify.
+    Nor do those of a mixture of experts, which are too large to gather whole.
     """
-    if is_transformers_model(model) and not has_experts(model):
-        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        for blocks in find_repeated_blocks(model):
-            is_known = type(blocks[0]).__module__.startswith("transformers.")
-            if is_known and all(uses[id(p)] == 1 for block in blocks for p in block.parameters()):
-                yield blocks
-
-
-log = logging.getLogger(__name__)
-
-ALIGNMENT_BYTES = 16  # bytes; Inductor's kernels read several values at a time from such addresses
+    if not is_transformers_model(model) or has_experts(model):
+        return
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for blocks in find_repeated_blocks(model):
+        is_from_transformers = type(blocks[0]).__module__.startswith("transformers.")
+        shares_nothing = all(uses[id(p)] == 1 for block in blocks for p in block.parameters())
+        if is_from_transformers and shares_nothing:
+            yield blocks
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile the forward of the repeated blocks, one function for each kind, at their next call.
 
-    Blocks of a mixture of experts are not compiled: an expert's input differs in size from batch to batch.
-    Nor are blocks with synchronised batch normalisation, and blocks that ZeRO 3 gathers in parts.
+    Blocks of a mixture of experts are not compiled, since an expert's input differs in size from batch to
+    batch. Nor are blocks with synchronized batch normalization, blocks that ZeRO 3 gathers in parts, and
+    blocks whose `forward` has been replaced. Settings of dynamo and functorch change for the whole process.
 
     Args:
         model: The model, whose blocks get a new `forward`.
@@ -117,16 +120,17 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
 
 def reset_compilation(model: nn.Module) -> None:
-    """Discard all compiled code, so that the next shapes are compiled for themselves, not as dynamic shapes.
+    """Discard all compiled code of the process, so that the next shapes are not compiled as dynamic shapes.
 
-    Otherwise a run would keep kernels for changing shapes after trials of micro-batch sizes, and its numbers
+    Otherwise a run would use kernels for changing shapes after trials of micro-batch sizes, and its numbers
     would differ in the last digits.
     """
     torch._dynamo.reset()
     for block in model.modules():
-        shared = getattr(getattr(vars(block).get("forward"), "__func__", None), "of_blocks", None)
-        if isinstance(shared, _CompiledForward):
-            shared.forget()
+        forward = getattr(vars(block).get("forward"), "__func__", None)
+        compiled = getattr(forward, "of_blocks", None)
+        if isinstance(compiled, _CompiledForward):
+            compiled.forget_calls()
 
 
 def _is_compilable(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
@@ -145,13 +149,13 @@ class _CompiledForward:
         self._backend = backend
         self._uncompiled_forward: Callable[..., Any] = kind.forward
         self._compiled = self._compile()
-        self._is_aligned = True
+        self._assumes_alignment = True
         # Ids of the blocks called in each mode (training, with gradients); they should not compile again.
         self._called: dict[tuple[bool, bool], set[int]] = {}
 
         @functools.wraps(self._uncompiled_forward)
-        def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
-            return self._call(block, args, named)
+        def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._call(block, args, kwargs)
 
         forward.of_blocks = self  # type: ignore[attr-defined]
         self.forward = forward
@@ -173,12 +177,12 @@ class _CompiledForward:
     def _assume_no_alignment(self) -> None:
         """Compile again, for parameters at any address.
 
-        Inductor checks the addresses of parameters once, when it compiles. A kernel for aligned parameters
-        fails with "misaligned address" on a block with others. ZeRO 3 on one GPU places parameters next to
-        each other in one piece of memory.
+        Inductor checks the addresses of parameters once, when it compiles. On a block with unaligned
+        parameters, a kernel for aligned ones fails with "misaligned address". Parameters are unaligned under
+        ZeRO 3 on one GPU, which places them next to each other in one piece of memory.
         """
-        self._is_aligned = False
-        self.forget()
+        self._assumes_alignment = False
+        self.forget_calls()
         self._compiled = self._compile({"triton.divisible_by_16": False})
         log.info(
             "compile: not all parameters of %s begin at a multiple of %d bytes; compiled for any address",
@@ -186,31 +190,34 @@ class _CompiledForward:
             ALIGNMENT_BYTES,
         )
 
-    def forget(self) -> None:
-        """Forget which blocks were called."""
+    def forget_calls(self) -> None:
+        """Forget which blocks were called, so that their next compilation is expected."""
         self._called.clear()
 
-    def _call(self, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if not self._compiled:
-            return self._uncompiled_forward(block, *args, **named)
+    def _call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of a block, and log compilations. It is computed uncompiled if one fails."""
+        if not self._compiled:  # a compilation has failed
+            return self._uncompiled_forward(block, *args, **kwargs)
         with_gradients = torch.is_grad_enabled()
         mode = (block.training, with_gradients)
-        if self._is_aligned and id(block) not in self._called.get(mode, ()) and not is_aligned(block):
+        is_first_call = id(block) not in self._called.get(mode, ())
+        if self._assumes_alignment and is_first_call and not is_aligned(block):
             self._assume_no_alignment()
         called = self._called.setdefault(mode, set())
         if not with_gradients:  # even here transformers makes the first block's input require a gradient
             args = tuple(each.detach() if isinstance(each, Tensor) else each for each in args)
-        frames = counters["frames"]["total"]
+        frames_before = counters["frames"]["total"]
         start = time.perf_counter()
         try:
-            result = self._compiled[block.training](block, *args, **named)
+            result = self._compiled[block.training](block, *args, **kwargs)
         except TorchDynamoException as error:
             self._compiled.clear()
             log.warning("compile: %s run uncompiled: %s", self._name, describe_compile_error(error))
-            return self._uncompiled_forward(block, *args, **named)
-        if counters["frames"]["total"] != frames:
-            word = "training" if block.training else "evaluation"
-            purpose = f"for {word} ({time.perf_counter() - start:.0f} s)"
+            return self._uncompiled_forward(block, *args, **kwargs)
+        has_compiled = counters["frames"]["total"] != frames_before
+        if has_compiled:
+            mode_name = "training" if block.training else "evaluation"
+            purpose = f"for {mode_name} ({time.perf_counter() - start:.0f} s)"
             if id(block) in called:
                 log.warning("compile: %s are compiled again %s: %s", self._name, purpose, _read_cause())
             elif not called:
@@ -220,15 +227,15 @@ class _CompiledForward:
 
 
 def is_aligned(block: nn.Module) -> bool:
-    """Return whether each parameter begins at an address that Inductor's kernels may assume."""
+    """Return whether each parameter's address is a multiple of ALIGNMENT_BYTES."""
     return all(parameter.data_ptr() % ALIGNMENT_BYTES == 0 for parameter in block.parameters())
 
 
 def _copy_function(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return `forward` with its own code object: torch stores and limits compiled code by code object."""
 
-    def run(block: nn.Module, *args: Any, **named: Any) -> Any:
-        return forward(block, *args, **named)
+    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(block, *args, **kwargs)
 
     return types.FunctionType(run.__code__.replace(co_name=name), globals(), name, None, run.__closure__)
 
@@ -236,7 +243,9 @@ def _copy_function(forward: Callable[..., Any], name: str) -> Callable[..., Any]
 def _read_cause() -> str:
     """Return the change that caused the last compilation."""
     reasons = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
-    return " ".join(reasons[-1].partition(": ")[2].split())[:200] if reasons else "torch gives no reason"
+    if not reasons:
+        return "torch gives no reason"
+    return " ".join(reasons[-1].partition(": ")[2].split())[:200]
 
 
 def describe_compile_error(error: TorchDynamoException) -> str:
