@@ -19,13 +19,16 @@ from pipeline.models.sharding import ModelRequest
 
 @tag_errors(Phase.MODEL)
 def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Module:
-    """Return the model that the recipe names, placed as `request.sharding` says (fp32 on the CPU by default).
+    """Return the model that the recipe names, built, divided and placed by `request.sharding`.
+
+    With NoSharding it is whole, in fp32 on the CPU. torch's global random numbers are seeded with `seed`.
 
     Raises:
         ModelError: The model cannot be built or does not fit the data, or its weights do not fit the model.
     """
     torch.manual_seed(seed)
-    model = MODELS.get(config.kind, build_custom)(config, request)
+    build = MODELS.get(config.kind, build_custom)
+    model = build(config, request)
     request.sharding.divide(model)
     request.sharding.place(model, request.draws)
     return model

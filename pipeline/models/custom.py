@@ -17,16 +17,19 @@ from pipeline.models.sharding import ModelRequest
 log = logging.getLogger(__name__)
 
 NON_FP32_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-MAX_LISTED_NAMES = 3  # parameters that a message lists
+MAX_LISTED_NAMES = 3  # names of parameters that a message lists
 LAZY_LAYER_ADVICE = "give the layer its sizes (nn.Linear in place of nn.LazyLinear)"
 
 
 def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
     """Return the module that the function named by `model.kind` builds from `model.args`.
 
+    Parameters that are fp16, bf16 or fp64 are cast to fp32, but for those that ZeRO 3 has sharded.
+
     Raises:
-        ModelError: There is no such function, its arguments do not fit, or it returns something else than a
-            module. Also a module that divides the work itself, or that has parameters without values.
+        ModelError: There is no such function, its arguments do not fit, it raises an error, or it returns
+            something else than a module. The same for a module that divides the work itself, that has
+            parameters without values, or that has expert layers of DeepSpeed.
     """
     build = import_object(config.kind, ModelError)
     if isinstance(build, nn.Module):
@@ -37,9 +40,11 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
         with request.sharding.construct(), exit_as_error(f"model.kind: {config.kind}", ModelError):
             model = build(**config.args)
             if isinstance(model, nn.Module):
-                _refuse_unfilled(model, config.kind)  # inside: parameters without values cannot be sharded
+                # Inside of the context, whose end shards parameters and needs their values.
+                _refuse_unfilled(model, config.kind)
     except ValueError as error:
-        if not is_sharded or "uninitialized parameter" not in str(error):
+        is_lazy_layer = is_sharded and "uninitialized parameter" in str(error)
+        if not is_lazy_layer:
             raise
         raise ModelError(
             f"model.kind: {config.kind}: a lazy layer cannot be sharded; {LAZY_LAYER_ADVICE}"
@@ -54,7 +59,7 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
             "DeepSpeed JSON decides how the work is divided"
         )
     _refuse_expert_layers(model, config.kind)
-    if is_sharded:  # shards are in the run's precision already
+    if is_sharded:  # parameters are in the run's precision already
         _cast_statistics_to_fp32(model)
     else:
         _cast_to_fp32(model, config.kind)
@@ -73,43 +78,49 @@ def _refuse_expert_layers(model: nn.Module, kind: str) -> None:
 
 
 def _refuse_unfilled(model: nn.Module, kind: str) -> None:
+    """Refuse a model that has parameters or buffers without values."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
-    meta = [name for name, tensor in tensors if tensor.device.type == "meta"]
-    for names, problem in (
-        (lazy, f"are lazy; {LAZY_LAYER_ADVICE}, or call the model once before it is returned"),
-        (
-            meta,
-            "are on the meta device; build the model on the CPU, or fill them (to_empty, then its weights)",
-        ),
-    ):
-        if names:
-            listed = ", ".join(names[:MAX_LISTED_NAMES]) + ", ..." * (len(names) > MAX_LISTED_NAMES)
-            raise ModelError(f"model.kind: {kind} returned a model without values: {listed} {problem}")
+    lazy_names = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy_names:
+        problem = f"are lazy; {LAZY_LAYER_ADVICE}, or call the model once before it is returned"
+        raise _build_unfilled_error(kind, lazy_names, problem)
+    meta_names = [name for name, tensor in tensors if tensor.device.type == "meta"]
+    if meta_names:
+        problem = (
+            "are on the meta device; build the model on the CPU, or fill them (to_empty, then its weights)"
+        )
+        raise _build_unfilled_error(kind, meta_names, problem)
+
+
+def _build_unfilled_error(kind: str, names: list[str], problem: str) -> ModelError:
+    listed = ", ".join(names[:MAX_LISTED_NAMES]) + ", ..." * (len(names) > MAX_LISTED_NAMES)
+    return ModelError(f"model.kind: {kind} returned a model without values: {listed} {problem}")
 
 
 def _cast_to_fp32(model: nn.Module, kind: str) -> None:
-    """Cast parameters to fp32, and buffers of the same dtypes, since `.half()` casts both.
+    """Cast parameters to fp32, and buffers of the same dtypes, since `.half()` casts both. Warn of it.
 
-    The optimizer and checkpoints keep fp32, and the DeepSpeed JSON alone decides the dtype of computation.
-    Names and objects stay the same.
+    The optimizer and checkpoints use fp32, and the DeepSpeed JSON alone decides the dtype of computation.
+    Parameters stay the same objects, under the same names.
     """
-    others = [p for p in model.parameters() if p.dtype in NON_FP32_DTYPES]
-    if not others:
+    parameters = [p for p in model.parameters() if p.dtype in NON_FP32_DTYPES]
+    if not parameters:
         return
-    dtypes = {p.dtype for p in others}
-    for tensor in (*others, *(b for b in model.buffers() if b.dtype in dtypes)):
+    dtypes = {p.dtype for p in parameters}
+    buffers = [b for b in model.buffers() if b.dtype in dtypes]
+    for tensor in (*parameters, *buffers):
         tensor.data = tensor.data.float()
     log.warning(
         "model.kind: %s: %d parameters are %s and were cast to fp32; leave .half() and the like out, since "
         "the DeepSpeed JSON decides the precision",
         kind,
-        sum(p.numel() for p in others),
+        sum(p.numel() for p in parameters),
         " and ".join(sorted(NON_FP32_DTYPES[dtype] for dtype in dtypes)),
     )
 
 
 def _cast_statistics_to_fp32(model: nn.Module) -> None:
+    """Cast the running statistics of normalization layers to fp32."""
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._NormBase):
             for statistic in layer.buffers(recurse=False):
@@ -118,7 +129,14 @@ def _cast_statistics_to_fp32(model: nn.Module) -> None:
 
 
 class SmallCNN(nn.Module):
-    """A small image classifier: two convolutions, average pooling to 2 x 2, one linear layer."""
+    """A small image classifier: two convolutions, average pooling to 2 x 2, one linear layer.
+
+    Args:
+        in_channels: The number of channels of the images.
+        num_classes: The number of classes K.
+        channels: The number of channels after the first convolution; the second has twice as many.
+        dropout: The probability of dropout before the linear layer.
+    """
 
     def __init__(self, in_channels: int, num_classes: int, channels: int, dropout: float):
         super().__init__()

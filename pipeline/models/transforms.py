@@ -1,9 +1,9 @@
 """The transforms that every model goes through after it has weights and before it is compiled, in order.
 
 A transform takes the model and returns it, changed or wrapped; parameters have the whole model's names. Under
-ZeRO 3 the parameters are sharded; AutoTP divides the model later. Pipeline stages have already taken their
-layers from it, so a transform changes such a model in place. To add a transform, write it and put it into
-TRANSFORMS.
+ZeRO 3 the parameters are sharded already. Under AutoTP the model is divided later. With pipeline stages, a
+transform must change the model in place and not wrap it, since the stages already refer to its layers. To add
+a transform, write it and put it into TRANSFORMS.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from pipeline.models.embeddings import add_embedding_noise
 from pipeline.models.sharding import Sharding
 from pipeline.models.transformers_facts import is_transformers_model
 
-# With parameters in fp32, these layers compute their statistics in fp32 from inputs of any precision. The
-# last computes a weight from others (weight_norm, spectral_norm).
+log = logging.getLogger(__name__)
+
+# With parameters in fp32, these layers compute in fp32 from inputs of any precision. ParametrizationList
+# computes a weight from other parameters (weight_norm, spectral_norm).
 FP32_LAYERS = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
@@ -43,7 +45,12 @@ FP32_LAYERS = (
 def prepare_for_half_precision(model: nn.Module, device: torch.device) -> None:
     """Let the model compute under torch.autocast with parameters in half precision.
 
-    Normalisation layers and their subclasses see their own parameters in fp32. Objects and names stay.
+    FP32_LAYERS and their subclasses see their own parameters in fp32. Modules and parameters stay the same
+    objects, under the same names.
+
+    Args:
+        model: The model; layers get a new `forward`, and hooks of spectral_norm are replaced.
+        device: The device that the model will compute on.
     """
     for layer in model.modules():
         if isinstance(layer, FP32_LAYERS):
@@ -62,21 +69,22 @@ def _run_hook_in_fp32(hook: SpectralNorm, layer: nn.Module, inputs: Any) -> None
 
 
 def _call_with_fp32_parameters(
-    layer: nn.Module, compute: Callable[..., Any], *args: Any, **named: Any
+    layer: nn.Module, compute: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """Return `compute(layer, ...)`, during which the layer's attributes are fp32 copies of its parameters."""
     # Looking a parameter up by name makes ZeRO-3 gather it, if it has not done so yet (as for a hook).
-    own = {name: layer._parameters[name] for name in tuple(layer._parameters)}
-    copies = {name: p.float() for name, p in own.items() if p is not None}
+    parameters = {name: layer._parameters[name] for name in tuple(layer._parameters)}
+    copies = {name: p.float() for name, p in parameters.items() if p is not None}
     # An attribute hides the parameter of its name, and ZeRO-3's own dictionary of parameters stays unchanged.
     vars(layer).update(copies)
     try:
-        return compute(layer, *args, **named)
+        return compute(layer, *args, **kwargs)
     finally:
         for name in copies:
             del vars(layer)[name]
 
 
-def _call_with_cast_inputs(layer: nn.Module, device_type: str, *args: Any, **named: Any) -> Any:
+def _call_with_cast_inputs(layer: nn.Module, device_type: str, *args: Any, **kwargs: Any) -> Any:
     """Call a recurrent layer without autocast, with its inputs in the dtype of its weights.
 
     Autocast's recurrent kernels do not take every mix of dtypes, and on a GPU they copy the weights in each
@@ -87,22 +95,23 @@ def _call_with_cast_inputs(layer: nn.Module, device_type: str, *args: Any, **nam
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    args, named = tree_map_only(Tensor, cast, (args, named))
+    args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
     with torch.autocast(device_type, enabled=False):
-        return type(layer).forward(layer, *args, **named)
-
-
-log = logging.getLogger(__name__)
+        return type(layer).forward(layer, *args, **kwargs)
 
 
 @dataclass(frozen=True)
 class AdapterRequest:
-    """The recipe's adapter section, and the context to add the adapter in."""
+    """What `adapters.add_adapter` needs besides the model and its dtype."""
 
     config: AdapterConfig
+    """The recipe's adapter section."""
     seed: int
+    """Seed of the adapter's initial values."""
     sharding: Sharding
+    """Placement in which the model was built."""
     job: Job
+    """Ranks, of which rank 0 reads `config.weights`."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +121,19 @@ class TransformContext:
     device: torch.device
     """Device that the model will compute on."""
     dp_world_size: int = 1
+    """Number of data-parallel ranks."""
     is_autocast: bool = False
-    """Whether parameters are in half precision in a module written for fp32."""
+    """Whether the engine's parameters are in half precision, while modules are written for fp32."""
     separate_documents: bool = False
-    """Whether rows hold several documents, separated by `position_ids` that start again."""
+    """Whether rows have several documents, separated by `position_ids` that restart at 0."""
     dtype: torch.dtype = torch.float32
-    """Dtype of products."""
+    """Dtype of matrix products."""
     adapter: AdapterRequest | None = None
-    """Adapter to train in place of the model; `None`: none."""
+    """Adapter to train in place of the model's own parameters; `None`: train the model."""
 
 
 Transform = Callable[[nn.Module, ModelConfig, TransformContext], nn.Module]
+"""Function of (model, the recipe's model section, context) that returns the model, changed or wrapped."""
 
 
 def freeze(model: nn.Module, config: ModelConfig, _: TransformContext) -> nn.Module:
@@ -130,7 +141,7 @@ def freeze(model: nn.Module, config: ModelConfig, _: TransformContext) -> nn.Mod
 
     Raises:
         ConfigError: A pattern matches nothing.
-        ModelError: No parameter is left to train.
+        ModelError: No parameter remains to train.
     """
     if not config.freeze:
         return model
@@ -140,19 +151,19 @@ def freeze(model: nn.Module, config: ModelConfig, _: TransformContext) -> nn.Mod
     }
     for name in frozen:
         parameters[name].requires_grad_(False)
-    left = sum(p.requires_grad for p in model.parameters())
-    if not left:
+    trained_number = sum(p.requires_grad for p in model.parameters())
+    if not trained_number:
         raise ModelError(
-            f"model.freeze: {', '.join(config.freeze)} match every parameter of the model, so nothing is "
-            "left to train; match fewer"
+            f"model.freeze: {', '.join(config.freeze)} match every parameter of the model, so nothing would "
+            "be trained; match fewer"
         )
     total = sum(1 for _ in model.parameters())
-    log.info("model.freeze: %d of %d parameter tensors are frozen", total - left, total)
+    log.info("model.freeze: %d of %d parameter tensors are frozen", total - trained_number, total)
     return model
 
 
 def apply_adapter(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
-    """Add the recipe's `adapter`."""
+    """Add the recipe's `adapter`, and freeze the base. Collective."""
     request = context.adapter
     if request is not None:
         from pipeline.models.adapters import add_adapter  # imports peft, which takes seconds
@@ -169,14 +180,14 @@ def apply_adapter(model: nn.Module, _: ModelConfig, context: TransformContext) -
 
 
 def add_noise_to_embeddings(model: nn.Module, config: ModelConfig, _: TransformContext) -> nn.Module:
-    """Add the noise of `model.neftune_alpha`."""
+    """Let the embeddings add the noise of `model.neftune_alpha` in training."""
     if config.neftune_alpha is not None:
         add_embedding_noise(model, config.neftune_alpha)
     return model
 
 
 def fuse_gelu(model: nn.Module, _: ModelConfig, __: TransformContext) -> nn.Module:
-    """Replace GPT-2's GELU, eight operations in transformers, with torch's single one: the same function."""
+    """Replace GPT-2's GELU, which takes eight operations in transformers, with torch's single operation."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "NewGELUActivation":
@@ -185,8 +196,9 @@ def fuse_gelu(model: nn.Module, _: ModelConfig, __: TransformContext) -> nn.Modu
 
 
 def recompute_activations(model: nn.Module, config: ModelConfig, context: TransformContext) -> nn.Module:
-    """Set up `model.activation_checkpointing`."""
-    if (section := config.language_model) is not None and is_transformers_model(model):
+    """Set up `model.activation_checkpointing` for a language model of transformers."""
+    section = config.language_model
+    if section is not None and is_transformers_model(model):
         from pipeline.models.activation_checkpointing import enable_activation_checkpointing
 
         enable_activation_checkpointing(
@@ -198,8 +210,9 @@ def recompute_activations(model: nn.Module, config: ModelConfig, context: Transf
 
 
 def set_attention(model: nn.Module, config: ModelConfig, context: TransformContext) -> nn.Module:
-    """Set up `model.attention`."""
-    if (section := config.language_model) is not None and is_transformers_model(model):
+    """Choose the attention of a language model of transformers, as `model.attention` says."""
+    section = config.language_model
+    if section is not None and is_transformers_model(model):
         choose_attention(model, section.attention == "auto", context.device)
     return model
 
@@ -222,8 +235,9 @@ def refuse_mixed_documents(model: nn.Module, _: ModelConfig, context: TransformC
 
 
 def multiply_in_fp8(model: nn.Module, config: ModelConfig, context: TransformContext) -> nn.Module:
-    """Set up `model.fp8`."""
-    if (section := config.language_model) is not None and section.fp8 != "none":
+    """Let linear layers multiply in fp8, as `model.fp8` says."""
+    section = config.language_model
+    if section is not None and section.fp8 != "none":
         from pipeline.models.fp8 import convert_to_fp8  # imports torchao
 
         convert_to_fp8(model, section.fp8, context.device)
@@ -267,6 +281,6 @@ def apply_transforms(model: nn.Module, config: ModelConfig, context: TransformCo
         ConfigError: A pattern of the recipe matches nothing.
         ModelError: A transform cannot be applied to this model.
     """
-    for step in TRANSFORMS:
-        model = step(model, config, context)
+    for transform in TRANSFORMS:
+        model = transform(model, config, context)
     return model
