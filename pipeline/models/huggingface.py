@@ -3,12 +3,12 @@
 Initial weights depend on the seed alone. transformers' own code draws them in one order, a few modules at a
 time, so the random stream is the same for a whole and for a divided model, on every rank and device.
 
-Into a divided model, pretrained weights are loaded one tensor at a time. transformers' from_pretrained
-registers each parameter that it has read, converted and cast in the place of one without values; hooks of
-torch on that registration pass the values to the sharding.
+Pretrained weights are loaded into a divided model one tensor at a time. transformers' from_pretrained reads,
+converts and casts a parameter, and then registers it in the place of one without values. Hooks of torch on
+that registration pass the values to the sharding.
 
-The output layer of a reward model gives one number, a score, in the place of logits. Its weights have the
-names of transformers' sequence classification, which opens an export.
+The output layer of a reward model gives one number, a score, instead of logits. Its weight is named as in
+transformers' sequence classification, so that transformers can open an export.
 """
 
 from __future__ import annotations
@@ -57,36 +57,52 @@ from pipeline.models.sharding import ModelRequest, Sharding
 from pipeline.models.transformers_facts import resolve_pretrained
 from pipeline.models.weights import draw_parameter, get_quantization_method
 
+log = logging.getLogger(__name__)
+
+ASYNC_LOAD_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Environment variable that switches off transformers' threads, which read tensors ahead without limit."""
+READ_MARK = "_is_hf_initialized"
+"""Attribute of parameters that have been read, which transformers must not draw."""
+SCORE_WEIGHT = "score.weight"
+"""Name of a reward model's output weight."""
+# Exceptions that transformers raises for invalid values in a config.
+CONFIG_ERRORS = (StrictDataclassError, ImportError, KeyError, RecursionError, TypeError, ValueError)
+# Other names of a field in older architectures.
+FIELD_ALIASES = {"intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size")}
+
 
 @torch.no_grad()
 def initialize_weights(model: PreTrainedModel, sharding: Sharding, draws: bool) -> None:
-    """Run transformers' own initialisation, children before parents, each on whole fp32 CPU parameters.
+    """Run transformers' own initialization, children before parents, each on whole fp32 CPU parameters.
+
+    torch's global random numbers are reset to their seed. Collective under ZeRO 3.
 
     Args:
         model: The model, divided and without weights.
         sharding: The split in which the model was built.
-        draws: Whether weights are drawn. If not, only modules with buffers are initialised, since no
+        draws: Whether weights are drawn. If not, only modules with buffers are initialized, since no
             checkpoint has all buffers.
     """
     torch.manual_seed(torch.initial_seed())
 
-    def is_due(module: nn.Module) -> bool:
+    def needs_initialization(module: nn.Module) -> bool:
         return draws or next(module.buffers(recurse=False), None) is not None
 
-    def visit(module: nn.Module, initialise: Any) -> None:
+    def visit(module: nn.Module, initialize: Any) -> None:
         children = [
-            (child, child._init_weights if isinstance(child, PreTrainedModel) else initialise)
+            (child, child._init_weights if isinstance(child, PreTrainedModel) else initialize)
             for child in module.children()
         ]
-        # A module may change what its children have drawn. If these are leaves, all are gathered at once.
-        together = all(next(child.children(), None) is None for child, _ in children)
-        if not together:
-            for child, child_initialise in children:
-                visit(child, child_initialise)
-        candidates = [*(children if together else ()), (module, initialise)]
-        due = [(each, function) for each, function in candidates if is_due(each)]
-        own = [p for m in (module, *module.children()) for p in m.parameters(recurse=False)]
-        with sharding.gather(own) if own and due else nullcontext():
+        candidates = [(module, initialize)]
+        # A module may change values of its children. If all children are leaves, one gather serves them too.
+        if all(next(child.children(), None) is None for child, _ in children):
+            candidates = [*children, *candidates]
+        else:
+            for child, child_initialize in children:
+                visit(child, child_initialize)
+        due = [(each, function) for each, function in candidates if needs_initialization(each)]
+        parameters = [p for each in (module, *module.children()) for p in each.parameters(recurse=False)]
+        with sharding.gather(parameters) if parameters and due else nullcontext():
             for each, function in due:
                 function(each)
 
@@ -94,23 +110,19 @@ def initialize_weights(model: PreTrainedModel, sharding: Sharding, draws: bool) 
     model.tie_weights()
 
 
-# Environment variable against transformers' threads, which read ahead as many tensors as they can.
-ASYNC_LOAD_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
-# Attribute of parameters that transformers must not draw since they have been read.
-READ_MARK = "_is_hf_initialized"
-
-
 @contextmanager
 def load_by_tensor(sharding: Sharding) -> Iterator[None]:
     """Let one call of `from_pretrained` inside the context load its weights one tensor at a time.
 
-    The model is divided before its first values are loaded.
+    The model is divided before its first values are loaded. Hooks of torch, which act on all modules of the
+    process, and an environment variable are set until the context ends.
 
     Raises:
-        ModelError: The files have two different tensors for one that the model ties, or see Sharding.divide.
+        ModelError: The files have two different tensors for one that the model ties, or the model cannot be
+            divided.
     """
     loader = _TensorLoader(sharding)
-    before = os.environ.get(ASYNC_LOAD_VARIABLE)
+    previous = os.environ.get(ASYNC_LOAD_VARIABLE)
     os.environ[ASYNC_LOAD_VARIABLE] = "1"
     hooks = (
         register_module_module_registration_hook(loader.note_parent),
@@ -122,27 +134,41 @@ def load_by_tensor(sharding: Sharding) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         os.environ.pop(ASYNC_LOAD_VARIABLE)
-        if before is not None:
-            os.environ[ASYNC_LOAD_VARIABLE] = before
+        if previous is not None:
+            os.environ[ASYNC_LOAD_VARIABLE] = previous
 
 
 class _TensorLoader:
-    """Hooks of torch on the registration of modules and parameters, which divide a model and fill it."""
+    """Divides a model and fills it, by hooks of torch on the registration of modules and parameters."""
 
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
         self._parents: dict[nn.Module, nn.Module] = {}
         self._tied: dict[nn.Parameter, str | None] | None = None
-        """Checksums of the values of tied parameters, `None` before they have any; `None` before division."""
+        """Tied parameters, each with a checksum of its values, `None` until they are read.
+
+        The attribute itself is `None` until the model is divided.
+        """
 
     def note_parent(self, module: nn.Module, _: str, child: nn.Module | None) -> None:
+        """Remember the parent of a module, to find the whole model later."""
         if child is not None:
             self._parents[child] = module
 
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str, values: nn.Parameter | None) -> nn.Parameter | None:
-        """Return the parameter to register in the place of `values`; `None`: the values themselves."""
-        if values is None or values.is_meta or not hasattr(values, READ_MARK):
+        """Fill a parameter of the divided model with values that transformers registers in its place.
+
+        Args:
+            module: The module.
+            name: The parameter's name in the module.
+            values: The values that transformers has read.
+
+        Returns:
+            The filled parameter, which torch registers instead of `values`; `None`: torch registers `values`.
+        """
+        is_read = values is not None and not values.is_meta and hasattr(values, READ_MARK)
+        if values is None or not is_read:
             return None
         if module._parameters.get(name) is None:
             return None
@@ -159,16 +185,19 @@ class _TensorLoader:
         setattr(parameter, READ_MARK, True)
         return parameter
 
-    def _divide(self, model: nn.Module) -> dict[nn.Parameter, str | None]:
+    def _divide(self, module: nn.Module) -> dict[nn.Parameter, str | None]:
+        """Divide the model that a module belongs to, and return its tied parameters; see `_tied`."""
+        model = module
         while model in self._parents:
             model = self._parents[model]
         assert isinstance(model, PreTrainedModel)
         model.tie_weights(recompute_mapping=False)  # transformers ties only after all weights are read
         self._sharding.divide(model)
-        times = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-        return {parameter: None for parameter, number in times.items() if number > 1}
+        uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+        return {parameter: None for parameter, number in uses.items() if number > 1}
 
     def _refuse_different_values(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
+        """Refuse values of a tied parameter that differ from the values read before under another name."""
         assert self._tied is not None
         checksum = xxhash.xxh3_64_hexdigest(
             values.detach().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -181,9 +210,6 @@ class _TensorLoader:
         self._tied[parameter] = checksum
 
 
-SCORE_WEIGHT = "score.weight"
-
-
 def is_reward_config(config: PretrainedConfig) -> bool:
     """Return whether a config describes a reward model."""
     names = getattr(config, "architectures", None) or [""]
@@ -191,46 +217,58 @@ def is_reward_config(config: PretrainedConfig) -> bool:
 
 
 def get_model_class(config: PretrainedConfig) -> Any:
-    """Return the class for a config, a reward model's or AutoModelForCausalLM.
+    """Return the class that builds a config's model: a reward model's class, or AutoModelForCausalLM.
 
-    It has `from_config` and `from_pretrained`.
+    The class has `from_config` and `from_pretrained`. The config of a reward model is changed; see
+    get_reward_model_class.
     """
     return get_reward_model_class(config) if is_reward_config(config) else AutoModelForCausalLM
 
 
 def get_reward_model_class(config: PretrainedConfig) -> Any:
-    """Return the reward model class for a config, which is changed to that of a reward model.
+    """Return the class of a reward model that is built from a language model's config.
 
     The class has `from_config` and `from_pretrained`, as the auto classes do.
+
+    Args:
+        config: The config, changed to a reward model's: one label, and no tied embeddings.
 
     Raises:
         ModelError: transformers has no sequence classification for this type of model.
     """
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    named = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if causal is None or named is None:
+    causal_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    classifier_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if causal_class is None or classifier_class is None:
         raise ModelError(
             f"objective.kind: reward: transformers has no sequence classification for the model type "
             f"{config.model_type}, as which a reward model is exported; use another model"
         )
     config.num_labels = 1
     config.tie_word_embeddings = False
-    return _build_scoring_class(causal, named.__name__)
+    return _build_scoring_class(causal_class, classifier_class.__name__)
 
 
 @cache
-def _build_scoring_class(causal: Any, name: str) -> Any:
-    ignored = list(getattr(causal, "_keys_to_ignore_on_load_unexpected", None) or ())
+def _build_scoring_class(causal_class: Any, name: str) -> Any:
+    """Return a subclass of a language model's class that has a score layer instead of its output layer.
 
-    class Scoring(causal):
+    Args:
+        causal_class: The class of the language model.
+        name: The name of the new class: that of transformers' class for sequence classification, which an
+            export's config.json names.
+    """
+    ignored = list(getattr(causal_class, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+    class Scoring(causal_class):
         # The score layer is neither tied nor divided by tensor parallelism.
         _tied_weights_keys: ClassVar[dict[str, str]] = {}
         _tp_plan: ClassVar[dict[str, str]] = {}
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [*ignored, r"^(lm_head|embed_out)\."]
+        # Parameters to draw if the files with the weights lack them.
         drawn_beside_weights = (SCORE_WEIGHT,)
 
-        def __init__(self, config: Any, *given: Any, **named: Any):
-            super().__init__(config, *given, **named)
+        def __init__(self, config: Any, *args: Any, **kwargs: Any):
+            super().__init__(config, *args, **kwargs)
             head = self.get_output_embeddings()
             self._head_name = next(name for name, child in self.named_children() if child is head)
             del self._modules[self._head_name]
@@ -241,25 +279,17 @@ def _build_scoring_class(causal: Any, name: str) -> Any:
             raise AttributeError("a reward model generates no text")
 
         @classmethod
-        def from_config(cls, config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:
+        def from_config(cls, config: Any, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
             """Return a model as AutoModelForCausalLM does; the class exists, so no code is fetched."""
-            return cls._from_config(config, **how)
+            return cls._from_config(config, **kwargs)
 
         def __getattr__(self, name: str) -> Any:
+            # transformers' forward calls the output layer by its name.
             is_head = name == self.__dict__.get("_head_name")
             return super().__getattr__("score" if is_head else name)
 
     Scoring.__name__ = Scoring.__qualname__ = name
     return Scoring
-
-
-log = logging.getLogger(__name__)
-
-# Exceptions that transformers raises for invalid values in a config.
-CONFIG_ERRORS = (StrictDataclassError, ImportError, KeyError, RecursionError, TypeError, ValueError)
-
-# Other names of a field in older architectures.
-FIELD_ALIASES = {"intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size")}
 
 
 def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
@@ -284,10 +314,11 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
 
 
 def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
+    """Return a new model of `config.architecture`, with drawn weights if `request.draws`."""
     hf_config = _build_config(config, request)
     _check_fit(hf_config, config, request)
     # Import the architecture's module before the context below. zero.Init wraps the __init__ of classes that
-    # are defined inside of it, and would lose what decorators (of experts) add to that.
+    # are defined inside of that context, and would lose what decorators (of experts) add to an __init__.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
         # Weights are drawn below, module by module, so they are the same under every split.
@@ -297,7 +328,8 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
                 hf_config, dtype=torch.float32, attn_implementation=attention
             )
     except (ArithmeticError, AssertionError, ImportError, KeyError, RuntimeError, ValueError) as error:
-        if isinstance(error, RuntimeError) and "negative dimension" not in str(error):
+        is_from_config = not isinstance(error, RuntimeError) or "negative dimension" in str(error)
+        if not is_from_config:
             raise
         extra = f" (model.extra has {', '.join(config.extra)})" if config.extra else ""
         raise ModelError(f"model: {config.architecture}: {_get_reason(error)}{extra}") from None
@@ -308,6 +340,11 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
 
 
 def _build_config(config: CausalLMConfig, request: ModelRequest) -> PretrainedConfig:
+    """Return the config of a new model, from the recipe's fields, the data and the architecture's defaults.
+
+    Raises:
+        ModelError: The architecture or a field is unknown or invalid, or the vocabulary has no size.
+    """
     architecture = config.architecture
     if architecture not in CONFIG_MAPPING:
         raise ModelError(
@@ -321,64 +358,75 @@ def _build_config(config: CausalLMConfig, request: ModelRequest) -> PretrainedCo
     if request.sequence_length is not None and hasattr(default, "max_position_embeddings"):
         fields.setdefault("max_position_embeddings", request.sequence_length)
     heads = fields.get("num_attention_heads")
-    groups = getattr(default, "num_key_value_heads", None)
-    if heads is not None and groups and heads % groups:
-        # The architecture's default number of groups fits only its default number of heads.
+    default_key_heads = getattr(default, "num_key_value_heads", None)
+    if heads is not None and default_key_heads and heads % default_key_heads:
+        # The architecture's default number of key heads fits only its default number of heads.
         fields.setdefault("num_key_value_heads", heads)
-    ends = {"bos_token_id": request.end_of_document_id, "eos_token_id": request.end_of_document_id}
+    end_ids = {"bos_token_id": request.end_of_document_id, "eos_token_id": request.end_of_document_id}
     try:
         # Built from all fields at once, so defaults such as head_dim follow from the recipe's fields.
-        return AutoConfig.for_model(architecture, **(ends | fields))
+        return AutoConfig.for_model(architecture, **(end_ids | fields))
     except CONFIG_ERRORS as error:
         raise ModelError(f"model: {architecture}: {_get_reason(error)}") from None
 
 
 def _suggest_architecture(architecture: str | None) -> str:
+    """Return a hint at a similar name; empty without one, since a list of all names would be too long."""
     hint = did_you_mean(architecture or "", CONFIG_MAPPING.keys())
     return hint if "mean" in hint else ""
 
 
-def _collect_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str, Any]:
-    """Return the recipe's fields under transformers' names, each of which is a field of `known`."""
+def _collect_fields(config: CausalLMConfig, hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the recipe's fields under transformers' names.
+
+    Raises:
+        ModelError: `hf_config` has no such field, `model.extra` has a field that the recipe has a key for, or
+            a probability of dropout is not one.
+    """
     fields = dict(config.extra)
     for recipe_name, field in TRANSFORMERS_FIELDS.items():
         if field in fields:
             raise ModelError(
                 f"model.extra.{field}: the recipe has a key for it; write model.{recipe_name} instead"
             )
-        names = (field, *FIELD_ALIASES.get(field, ()))
-        if (value := getattr(config, recipe_name)) is not None:
-            fields[next((name for name in names if hasattr(known, name)), field)] = value
+        value = getattr(config, recipe_name)
+        if value is not None:
+            names = (field, *FIELD_ALIASES.get(field, ()))
+            present_name = next((name for name in names if hasattr(hf_config, name)), field)
+            fields[present_name] = value
     for name in fields:
-        if not hasattr(known, name):
-            hint = did_you_mean(name, (word for word in vars(known) if not word.startswith("_")))
-            raise ModelError(f"model: the config of a {known.model_type} has no {name}{hint}")
+        if not hasattr(hf_config, name):
+            hint = did_you_mean(name, (word for word in vars(hf_config) if not word.startswith("_")))
+            raise ModelError(f"model: the config of a {hf_config.model_type} has no {name}{hint}")
     for name, value in config.extra.items():
-        if name.endswith(("dropout", "drop")) and isinstance(value, (int, float)) and not 0 <= value <= 1:
+        is_probability = name.endswith(("dropout", "drop")) and isinstance(value, (int, float))
+        if is_probability and not 0 <= value <= 1:
             raise ModelError(f"model.extra.{name} is {value}; expected 0 to 1")
     return fields
 
 
 def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
+    """Return the model of `config.pretrained` with its weights, and new rows for a larger vocabulary."""
     name, hf_config = read_model_config(config)
     for key, value in _collect_fields(config, hf_config).items():
         if key in CAUSAL_FIELDS:  # no weight depends on these
             setattr(hf_config, key, value)
-        may_differ = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
-        if getattr(hf_config, key) != value and not may_differ:
+        grows_to_value = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
+        if getattr(hf_config, key) != value and not grows_to_value:
             raise ModelError(
                 f"model: {name} has {key} {getattr(hf_config, key)}, but the recipe has {value}; "
                 "remove it from the recipe, since the weights decide"
             )
     _check_fit(hf_config, config, request)
-    rows = max(request.vocab_size or 0, config.vocab_size or 0)
-    grows = config.grow_vocabulary and rows > hf_config.get_text_config().vocab_size
+    vocab_size = max(request.vocab_size or 0, config.vocab_size or 0)
+    grows = config.grow_vocabulary and vocab_size > hf_config.get_text_config().vocab_size
     sharding = request.sharding
-    tensorwise = sharding.loads_by_tensor and not grows  # new rows are the mean of all others
-    with load_by_tensor(sharding) if tensorwise else nullcontext():
+    # New rows are the mean of all others, so a model that grows must be loaded whole.
+    loads_by_tensor = sharding.loads_by_tensor and not grows
+    with load_by_tensor(sharding) if loads_by_tensor else nullcontext():
         model = _read_pretrained(name, hf_config, config, request)
     if grows:
-        grow_vocabulary(model, rows, sharding)
+        grow_vocabulary(model, vocab_size, sharding)
     return model
 
 
@@ -388,7 +436,7 @@ def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
     Raises:
         ModelError: There is no such model, or its weights are quantized.
     """
-    given = f"model.pretrained: {config.pretrained!r}"
+    start = f"model.pretrained: {config.pretrained!r}"
     name = resolve_pretrained(config.pretrained or "")
     trust = config.trust_remote_code
     try:
@@ -398,10 +446,10 @@ def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
         hint = "" if Path(name).is_dir() else "; nor is there a folder of that name"
         if "custom code" in str(error):
             hint += "; set model.trust_remote_code=true to run it"
-        raise ModelError(f"{given}: {_get_reason(error)}{hint}") from None
+        raise ModelError(f"{start}: {_get_reason(error)}{hint}") from None
     if quantization := getattr(hf_config, "quantization_config", None):
         raise ModelError(
-            f"{given}: its weights are already quantized ({get_quantization_method(quantization)}); use the "
+            f"{start}: its weights are already quantized ({get_quantization_method(quantization)}); use the "
             "original model, which adapter.quantize=nf4 stores in 4 bits"
         )
     return name, hf_config
@@ -414,13 +462,25 @@ def _choose_class(hf_config: PretrainedConfig, gives_scores: bool) -> Any:
 def _read_pretrained(
     name: str, hf_config: PretrainedConfig, config: CausalLMConfig, request: ModelRequest
 ) -> PreTrainedModel:
-    given = f"model.pretrained: {config.pretrained!r}"
-    keep_alive = None
+    """Return the model with its weights, as transformers' from_pretrained loads them.
+
+    Args:
+        name: The folder or hub name.
+        hf_config: The model's config.
+        config: The recipe's model section.
+        request: The request, whose sharding may load into ZeRO 3's shards.
+
+    Raises:
+        ModelError: The weights cannot be read, or do not fit the model.
+    """
+    start = f"model.pretrained: {config.pretrained!r}"
+    registered_config = None
     zero3_config = request.sharding.zero3_config
     if zero3_config is not None:
         from transformers.integrations import HfDeepSpeedConfig
 
-        keep_alive = HfDeepSpeedConfig(zero3_config)  # transformers reads it while it loads weights
+        # transformers finds the config by a weak reference while it loads weights.
+        registered_config = HfDeepSpeedConfig(zero3_config)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report says that misfitting weights can be ignored
     try:
@@ -437,16 +497,16 @@ def _read_pretrained(
             )
     except SafetensorError as error:
         raise ModelError(
-            f"{given}: its weights cannot be read as safetensors: {_get_reason(error)}; fetch them again"
+            f"{start}: its weights cannot be read as safetensors: {_get_reason(error)}; fetch them again"
         ) from None
     except (OSError, RuntimeError, *CONFIG_ERRORS) as error:
-        raise ModelError(f"{given}: {_get_reason(error)}") from None
+        raise ModelError(f"{start}: {_get_reason(error)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
-        del keep_alive
+        del registered_config
     drawn = set(info["missing_keys"]) & set(getattr(model, "drawn_beside_weights", ()))
     info["missing_keys"] = set(info["missing_keys"]) - drawn
-    _refuse_misfits(info, given)
+    _refuse_misfits(info, start)
     for key in drawn:
         draw_parameter(model, key, request.sharding)
     loaded: PreTrainedModel = model
@@ -480,7 +540,16 @@ def build_from_description(folder: Path, config: CausalLMConfig) -> PreTrainedMo
     return model
 
 
-def _refuse_misfits(info: dict[str, Any], given: str) -> None:
+def _refuse_misfits(info: dict[str, Any], start: str) -> None:
+    """Refuse weights that do not fit the model.
+
+    Args:
+        info: from_pretrained's loading info.
+        start: The start of the message.
+
+    Raises:
+        ModelError: A tensor is missing, unexpected or mismatched.
+    """
     problems = []
     for kind in ("missing", "unexpected", "mismatched"):
         # A mismatched key is (name, shape in the file, shape in the model).
@@ -489,48 +558,55 @@ def _refuse_misfits(info: dict[str, Any], given: str) -> None:
             problems.append(f"{kind}: {', '.join(keys[:5])}{' ...' * (len(keys) > 5)}")
     if problems:
         raise ModelError(
-            f"{given}: the weights do not fit the model; {'; '.join(problems)}; give weights and config.json "
+            f"{start}: the weights do not fit the model; {'; '.join(problems)}; give weights and config.json "
             "of the same model"
         )
 
 
 def _check_fit(hf_config: PretrainedConfig, config: CausalLMConfig, request: ModelRequest) -> None:
+    """Check that a model fits the data, and its numbers of heads each other.
+
+    Raises:
+        ModelError: It has no vocabulary or too small a vocabulary, too few positions, or a number of heads
+            that its number of key heads does not divide.
+    """
     text_config = hf_config.get_text_config()
-    rows = getattr(text_config, "vocab_size", None)
-    if rows is None:
+    vocab_size = getattr(text_config, "vocab_size", None)
+    if vocab_size is None:
         raise ModelError(
             f"model: {hf_config.model_type} is not a language model, since its config has no vocab_size; use "
             "a causal language model"
         )
     is_new = config.pretrained is None
     may_grow = config.grow_vocabulary and not is_new
-    if request.vocab_size is not None and rows < request.vocab_size and not may_grow:
+    if request.vocab_size is not None and vocab_size < request.vocab_size and not may_grow:
         given = "model.vocab_size is" if is_new else f"model.pretrained: {config.pretrained!r} has vocab_size"
-        cure = "leave model.vocab_size out" if is_new else "set model.grow_vocabulary=true to add rows"
+        advice = "leave model.vocab_size out" if is_new else "set model.grow_vocabulary=true to add rows"
         raise ModelError(
-            f"{given} {rows}, but the tokenizer has {request.vocab_size} entries; "
-            f"{cure}, or use the model's own tokenizer (data.tokenizer.pretrained)"
+            f"{given} {vocab_size}, but the tokenizer has {request.vocab_size} entries; "
+            f"{advice}, or use the model's own tokenizer (data.tokenizer.pretrained)"
         )
     heads = getattr(text_config, "num_attention_heads", None)
-    groups = getattr(text_config, "num_key_value_heads", None)
-    if heads and groups and heads % groups:
+    key_heads = getattr(text_config, "num_key_value_heads", None)
+    if heads and key_heads and heads % key_heads:
         raise ModelError(
-            f"model.num_heads is {heads}, expected a multiple of num_key_value_heads ({groups}); change one"
+            f"model.num_heads is {heads}, expected a multiple of num_key_value_heads ({key_heads}); change "
+            "one"
         )
-    cure = ", or raise model.max_sequence_length" if is_new else ""
-    check_positions(hf_config, request.sequence_length, request.longest, cure)
+    further_advice = ", or raise model.max_sequence_length" if is_new else ""
+    check_positions(hf_config, request.sequence_length, request.longest, further_advice)
 
 
 def check_positions(
-    hf_config: PretrainedConfig, sequence_length: int | None, longest: int | None, cure: str = ""
+    hf_config: PretrainedConfig, sequence_length: int | None, longest: int | None, further_advice: str = ""
 ) -> None:
     """Raise a ModelError if the model has too few positions for the data.
 
     Args:
         hf_config: The model's config.
-        sequence_length: Tokens of a sequence; `None`: the data are no text.
-        longest: See DataBundle.longest_segment.
-        cure: Further advice for the message.
+        sequence_length: Number of tokens of a row; `None`: the data are no text.
+        longest: Number of tokens of the longest text with consecutive positions; `None`: `sequence_length`.
+        further_advice: The end of the message.
 
     Raises:
         ModelError: A text of the data has more tokens than the model has positions.
@@ -545,7 +621,7 @@ def check_positions(
     else:
         given = f"data: the longest answer has {needed} tokens with its prompt"
         advice = f"set data.answer_length={positions} to leave such examples out and count them"
-    raise ModelError(f"{given}, but the model has {positions} positions; {advice}{cure}")
+    raise ModelError(f"{given}, but the model has {positions} positions; {advice}{further_advice}")
 
 
 def _get_reason(error: Exception) -> str:
