@@ -1,4 +1,4 @@
-"""Initial weights from files: the search for the files of a path, and the match of tensors by name.
+"""Initial weights from files: finds the files that a path means, and matches their tensors by name.
 
 Rank 0 reads one tensor at a time, and every rank gets its values, whole or in ZeRO-3's shards. Nothing in the
 files is executed: pickles are read by torch's restricted reader. Files outside of the named folder are not
@@ -35,6 +35,8 @@ from pipeline.files import MAX_DESCRIPTION_BYTES, find_path_inside, read_regular
 from pipeline.models.embeddings import fill_rows, find_vocabulary_parameters
 from pipeline.models.sharding import Sharding
 
+log = logging.getLogger(__name__)
+
 # Files of a folder in the order in which transformers looks for them.
 WEIGHT_FILES = (
     "model.safetensors",
@@ -46,6 +48,17 @@ DEEPSPEED_PATTERN = "*_model_states.pt"
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin")
 # Keys under which training programs save the model in one file with its optimizer.
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module")
+MAX_STATE_DICT_DEPTH = 3  # of such keys inside each other
+# Parts of names that DistributedDataParallel, torch.compile, DeepSpeed, FSDP and activation checkpointing
+# insert.
+WRAPPER_NAMES = {
+    "module",
+    "_orig_mod",
+    "_forward_module",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+}
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # cast into each other
 
 
 class TensorEntry(NamedTuple):
@@ -53,13 +66,14 @@ class TensorEntry(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    """Data type; a description if no model here could have such a tensor."""
+    """Data type; a description in words if no parameter can have it, such as a sparse or quantized tensor."""
 
 
 class WeightFile(Protocol):
     """A source of weights by name, opened for reading."""
 
     entries: Mapping[str, TensorEntry]
+    """Tensors by name, without their values."""
     files: Sequence[Path]
     """Files whose content decides all values; empty if they are not known."""
 
@@ -72,25 +86,43 @@ class WeightFile(Protocol):
         ...
 
 
-def build_weights_error(path: Path, what: str, key: str = "model.weights") -> ModelError:
-    """Return an error about a path that a recipe's key names."""
-    return ModelError(f"{key}: {path} {what}")
+def build_weights_error(path: Path, problem: str, key: str = "model.weights") -> ModelError:
+    """Return an error about a path that a recipe's key names.
+
+    Args:
+        path: The path.
+        problem: The rest of the sentence that begins with the path, and what to do.
+        key: The key of the recipe.
+    """
+    return ModelError(f"{key}: {path} {problem}")
 
 
 def _select_names(path: Path, names: list[str], expected: list[str] | None) -> list[str]:
-    """Return the names to read from a file: those that the index gives it, or all without an index.
+    """Return the names of the tensors to read from a file.
+
+    Args:
+        path: The file.
+        names: The names of its tensors.
+        expected: The names that an index lists for the file; `None`: there is no index, so read all.
 
     Raises:
-        ModelError: The file lacks a name of the index.
+        ModelError: The file lacks a name that the index lists.
     """
-    for name in expected or ():
+    if expected is None:
+        return names
+    for name in expected:
         if name not in names:
             raise build_weights_error(path, f"lacks {name!r}, which its index lists; save or fetch it again")
-    return names if expected is None else expected
+    return expected
 
 
 class SafetensorsFiles:
-    """One or several safetensors files, whose values are mapped or read one tensor at a time."""
+    """One or several safetensors files, whose values are mapped or read one tensor at a time.
+
+    Args:
+        files: The files, each with the names that an index lists for it; `None`: all names.
+        key: The key of the recipe that names the files, for messages.
+    """
 
     def __init__(self, files: dict[Path, list[str] | None], key: str = "model.weights"):
         self.files: Sequence[Path] = list(files)
@@ -102,13 +134,14 @@ class SafetensorsFiles:
             try:
                 file = self._stack.enter_context(safe_open(path, "pt"))
                 for name in _select_names(path, list(file.keys()), expected):
-                    about = file.get_slice(name)
-                    dtype = about.get_dtype()
-                    entries[name] = TensorEntry(tuple(about.get_shape()), _TYPES.get(dtype, dtype))
+                    header = file.get_slice(name)
+                    dtype = header.get_dtype()
+                    entries[name] = TensorEntry(tuple(header.get_shape()), _TYPES.get(dtype, dtype))
                     self._places[name] = path, file
             except (SafetensorError, OSError) as error:
-                what = f"cannot be read as safetensors: {_get_first_sentence(error)}; save or fetch it again"
-                raise build_weights_error(path, what, key) from None
+                reason = _get_first_sentence(error)
+                problem = f"cannot be read as safetensors: {reason}; save or fetch it again"
+                raise build_weights_error(path, problem, key) from None
         self.entries: Mapping[str, TensorEntry] = entries
 
     def read(self, name: str) -> Tensor:
@@ -128,7 +161,11 @@ class SafetensorsFiles:
 
 
 class PickledFiles:
-    """Files of torch.save, mapped instead of read if torch 1.6 or newer has written them."""
+    """Files of torch.save, mapped instead of read if torch 1.6 or newer has written them.
+
+    Args:
+        files: The files, each with the names that an index lists for it; `None`: all names.
+    """
 
     def __init__(self, files: dict[Path, list[str] | None]):
         self.files: Sequence[Path] = list(files)
@@ -150,28 +187,41 @@ class PickledFiles:
 
 
 def _describe_dtype(tensor: Tensor) -> torch.dtype | str:
-    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-    return tensor.dtype if is_plain else f"{tensor.layout} on {tensor.device.type}".removeprefix("torch.")
+    """Return the dtype of a dense tensor on the CPU, and a description in words of any other tensor."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+    if is_dense and tensor.device.type == "cpu":
+        return tensor.dtype
+    return f"{tensor.layout} on {tensor.device.type}".removeprefix("torch.")
 
 
 def _unpickle(path: Path) -> Any:
+    """Return the content of a file of torch.save, by torch's restricted reader.
+
+    Raises:
+        ModelError: The file cannot be read, or contains code.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about formats that the restricted reader may not know
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch's reader may raise anything for an untrusted file
-        if refused := re.search(r"GLOBAL (\S+)", str(error)):
+        if code := re.search(r"GLOBAL (\S+)", str(error)):
             raise build_weights_error(
                 path,
-                f"contains {refused[1][:100]}, which is code and is not run; save model.state_dict() instead "
+                f"contains {code[1][:100]}, which is code and is not run; save model.state_dict() instead "
                 "of the model, or safetensors",
             ) from None
-        what = f"cannot be read as weights: {_get_first_sentence(error)}; save or fetch it again"
-        raise build_weights_error(path, what) from None
+        problem = f"cannot be read as weights: {_get_first_sentence(error)}; save or fetch it again"
+        raise build_weights_error(path, problem) from None
 
 
 def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    state_dicts = list(_find_state_dicts(content, 3))
+    """Return the tensors of the only state dict in a file's content.
+
+    Raises:
+        ModelError: There is no state dict, or there are several.
+    """
+    state_dicts = list(_find_state_dicts(content, MAX_STATE_DICT_DEPTH))
     if len(state_dicts) == 1:
         return state_dicts[0][1]
     if not state_dicts:
@@ -181,23 +231,31 @@ def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _find_state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield (keys to it, state dict) for those in envelopes, or if there are none, for the tensors here."""
+    """Yield (keys that lead to it, state dict) for each state dict in a file's content.
+
+    Tensors of a dictionary count as a state dict only if none is found under STATE_DICT_KEYS.
+
+    Args:
+        content: The content, or a part of it.
+        depth: The number of keys that may still be followed.
+        place: The keys that lead to `content`, joined by dots.
+    """
     if not isinstance(content, dict) or depth < 0:
         return
-    inner = [
+    nested = [
         each
         for key in STATE_DICT_KEYS
         for each in _find_state_dicts(content.get(key), depth - 1, f"{place}.{key}".strip("."))
     ]
-    own = {key: t for key, t in content.items() if isinstance(key, str) and isinstance(t, Tensor)}
-    if inner:
-        yield from inner
-    elif own:
-        yield place, own
+    tensors = {key: t for key, t in content.items() if isinstance(key, str) and isinstance(t, Tensor)}
+    if nested:
+        yield from nested
+    elif tensors:
+        yield place, tensors
 
 
 def _get_first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error that describes the file."""
+    """Return the first sentence of an error that says something about the file."""
     return summarize_error(error, 10_000).split("WeightsUnpickler error: ")[-1].split(". ")[0][:200]
 
 
@@ -206,7 +264,11 @@ OpenCheckpoint = Callable[[Path], WeightFile | None]
 
 
 def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
-    """Open a file, a folder of files, a run directory (its newest whole checkpoint) or a checkpoint.
+    """Open a file, a folder of files, a checkpoint, or a run directory (its newest intact checkpoint).
+
+    Args:
+        path: The path.
+        open_checkpoint: Opens checkpoints of this trainer and run directories.
 
     Raises:
         ModelError: There is no such path, it cannot be read, or it contains code that would have to be run.
@@ -224,7 +286,7 @@ def open_hub(name: str) -> WeightFile:
     """Open the safetensors of a hub repository in this machine's cache.
 
     Raises:
-        ModelError: The repository is not in the cache, or has no safetensors or quantized ones there.
+        ModelError: The repository is not in the cache, or its weights there are quantized or no safetensors.
     """
     from huggingface_hub import snapshot_download
 
@@ -242,21 +304,27 @@ def open_hub(name: str) -> WeightFile:
 
 
 def find_tokenizer(path: Path) -> Path | None:
-    """Return the tokenizer.json in the weights' folder or run; `None` if there is none."""
+    """Return the tokenizer.json that belongs to a path with weights; `None` if there is none."""
     folder = path if path.is_dir() else path.parent
-    places = (folder, folder / "model", folder.parent.parent / "model")  # the last one for a checkpoint
-    files = (place / "tokenizer.json" for place in places)
+    run_directory = folder.parent.parent  # if the folder is a checkpoint
+    folders = (folder, folder / "model", run_directory / "model")
+    files = (each / "tokenizer.json" for each in folders)
     return next((file for file in files if file.is_file()), None)
 
 
 def _open_folder(folder: Path) -> WeightFile:
+    """Open the weights of a folder that is no checkpoint of this trainer.
+
+    Raises:
+        ModelError: The folder has no weights, or weights that cannot be loaded.
+    """
     _refuse_quantized(folder)
     for name in WEIGHT_FILES:
-        if (folder / name).exists():
-            is_index = name.endswith(".json")
-            return _open_files(
-                _read_index(folder, name) if is_index else {_resolve_inside(folder, name): None}
-            )
+        if not (folder / name).exists():
+            continue
+        if name.endswith(".json"):
+            return _open_files(_read_index(folder, name))
+        return _open_files({_resolve_inside(folder, name): None})
     if (folder / "checkpoints").is_dir():
         raise build_weights_error(
             folder, "is a run directory without a checkpoint; give a run that saved one"
@@ -266,36 +334,43 @@ def _open_folder(folder: Path) -> WeightFile:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if len(names) == 1:
         return _open_files({_resolve_inside(folder, names[0]): None})
-    hint = f"; it has {', '.join(names[:3])}{' ...' * (len(names) > 3)}: name one of them" if names else ""
+    hint = ""
+    if names:
+        listed = ", ".join(names[:3]) + " ..." * (len(names) > 3)
+        hint = f"; it has {listed}: name one of them"
     expected = f"{', '.join(WEIGHT_FILES)}, or a run directory"
     raise build_weights_error(folder, f"has no weights; expected {expected}{hint}")
 
 
 def _refuse_quantized(folder: Path) -> None:
+    """Refuse a folder whose config.json says that its weights are quantized."""
     try:
         config = json.loads(read_regular_file(folder / "config.json", MAX_DESCRIPTION_BYTES))
-        given = config.get("quantization_config")
+        quantization = config.get("quantization_config")
     except (OSError, ValueError, AttributeError, RecursionError):
         return
-    if given:
+    if quantization:
         raise build_weights_error(
             folder,
-            f"has weights that are already quantized ({get_quantization_method(given)}); "
+            f"has weights that are already quantized ({get_quantization_method(quantization)}); "
             "give the original ones",
         )
 
 
-def get_quantization_method(given: Any) -> str:
-    """Return the name of the method in a quantization_config."""
-    return str(given.get("quant_method") if isinstance(given, dict) else given)[:50]
+def get_quantization_method(quantization_config: Any) -> str:
+    """Return the name of the method in the `quantization_config` of a model's config."""
+    is_dict = isinstance(quantization_config, dict)
+    method = quantization_config.get("quant_method") if is_dict else quantization_config
+    return str(method)[:50]
 
 
 def _build_deepspeed_error(path: Path, folder: Path) -> ModelError:
-    what = "is part of" if path != folder else "is"
+    """Return an error about a path that is DeepSpeed's checkpoint in `folder`, or a file in it."""
+    relation = "is part of" if path != folder else "is"
     return build_weights_error(
         path,
-        f"{what} a checkpoint in DeepSpeed's format; run `python zero_to_fp32.py . OUT --safe_serialization` "
-        "in the folder with its zero_to_fp32.py, and give OUT",
+        f"{relation} a checkpoint in DeepSpeed's format; run `python zero_to_fp32.py . OUT "
+        "--safe_serialization` in the folder with its zero_to_fp32.py, and give OUT",
     )
 
 
@@ -318,21 +393,26 @@ def _resolve_inside(folder: Path, name: str) -> Path:
 
 
 def _read_index(folder: Path, index: str) -> dict[Path, list[str] | None]:
-    """Return the files of an index, each with the names of its tensors."""
+    """Return the files that an index lists, each with the names of its tensors.
+
+    Raises:
+        ModelError: The index cannot be read, or lists a file that is missing or outside of the folder.
+    """
     try:
-        places = read_weight_map(_resolve_inside(folder, index))
+        file_names = read_weight_map(_resolve_inside(folder, index))
     except (OSError, ValueError):
         raise build_weights_error(
             folder / index, "cannot be read as an index of weights; fetch it again"
         ) from None
-    files = {place: _resolve_inside(folder, place) for place in dict.fromkeys(places.values())}
-    listed: dict[Path, list[str] | None] = {}
-    for name, place in places.items():
-        listed.setdefault(files[place], []).append(name)  # type: ignore[union-attr]
-    return listed
+    paths = {name: _resolve_inside(folder, name) for name in dict.fromkeys(file_names.values())}
+    tensors: dict[Path, list[str] | None] = {}
+    for tensor, file_name in file_names.items():
+        tensors.setdefault(paths[file_name], []).append(tensor)  # type: ignore[union-attr]
+    return tensors
 
 
 def _open_files(files: dict[Path, list[str] | None]) -> WeightFile:
+    """Open files of one format, each with the names that an index lists for it (`None`: all)."""
     suffixes = {path.suffix for path in files}
     for path in files:
         if not path.is_file():
@@ -346,20 +426,6 @@ def _open_files(files: dict[Path, list[str] | None]) -> WeightFile:
     )
 
 
-log = logging.getLogger(__name__)
-
-# Parts of names that DistributedDataParallel, torch.compile, DeepSpeed, FSDP and activation checkpointing
-# insert.
-WRAPPER_NAMES = {
-    "module",
-    "_orig_mod",
-    "_forward_module",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-}
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
 @dataclass
 class LoadPlan:
     """The tensors to load, and those that do not fit."""
@@ -367,15 +433,17 @@ class LoadPlan:
     moves: list[tuple[str, str]] = field(default_factory=list)
     """Pairs (name in the model, name in the files), one pair for tied weights."""
     missing: list[str] = field(default_factory=list)
+    """Names in the model of tensors that the files lack."""
     unexpected: list[str] = field(default_factory=list)
+    """Names in the files of tensors that the model lacks."""
     mismatched: list[str] = field(default_factory=list)
-    """Descriptions with name and both shapes."""
+    """Descriptions of tensors whose shape or dtype differs: the name in the model, and both values."""
     grown: list[str] = field(default_factory=list)
-    """Names in the model of parameters with more rows than the files have."""
+    """Names in the model of parameters with more rows than the files have; also in `moves`."""
     drawn: list[str] = field(default_factory=list)
-    """Names in the model of parameters to draw, which such files need not have."""
+    """Names in the model of parameters that the files lack, and need not have: they are drawn."""
 
-    def remarks(self) -> str:
+    def describe_misfits(self) -> str:
         """Return a line about the tensors that do not fit; empty if all fit."""
         kinds = (
             ("missing", self.missing),
@@ -396,7 +464,8 @@ def load_weights(
 ) -> None:
     """Fill the model, whole or in shards, from `config.weights`. Collective.
 
-    Besides the model, host memory holds the largest tensor, on rank 0 also in the dtype of the file.
+    Besides the model, host memory needs room for the largest tensor, and on rank 0 also for a copy of that
+    tensor in the dtype of the file.
 
     Args:
         model: The model to fill.
@@ -404,7 +473,8 @@ def load_weights(
         sharding: The split in which the model was built.
         job: The ranks, of which rank 0 reads.
         open_checkpoint: Opens checkpoints of this trainer; see pipeline.checkpoint.initial_weights.
-        new_ids: Id of each token, if the tokenizer was trained for this run and not named by the recipe.
+        new_ids: The id of each token if the tokenizer was trained on this run's data; `None`: the recipe
+            names a tokenizer, and nothing is compared.
 
     Raises:
         ModelError: The weights cannot be read, they do not fit and `config.strict` is set, or they were
@@ -430,18 +500,21 @@ def load_weights(
         for name in plan.drawn:
             draw_parameter(model, name, sharding)
         for name in plan.grown:
-            targets[name].has_new_rows = True  # type: ignore[attr-defined] # read by adapters, which then train it
+            targets[name].has_new_rows = True  # type: ignore[attr-defined] # an adapter trains such a parameter
     if job.ranks.is_main_process:
         log.info("loaded %d tensors from %s", len(plan.moves), path)
-        if remarks := plan.remarks():
+        if misfits := plan.describe_misfits():
             log.warning(
                 "model.strict is false: these tensors keep their initial values, or are not in the model: %s",
-                remarks,
+                misfits,
             )
 
 
 def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
-    """Refuse weights that were trained with another tokenizer, whose rows belong to other tokens."""
+    """Refuse weights that were trained with another tokenizer: rows of embeddings would get other tokens.
+
+    Without a tokenizer beside the weights, this cannot be checked, and a warning says so.
+    """
     file = find_tokenizer(path)
     if file is None:
         log.warning(
@@ -459,19 +532,20 @@ def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
     if any(new_ids.get(token) != number for token, number in ids.items()):
         raise ModelError(
             f"model.weights: {path} was trained with another tokenizer than the one that this run trained on "
-            f"its data; use that of the weights: data.tokenizer.pretrained={file}"
+            f"its data; use the tokenizer of the weights: data.tokenizer.pretrained={file}"
         )
 
 
 def _refuse_misfits(plan: LoadPlan, path: Path, config: ModelSection) -> None:
+    """Refuse weights of which no tensor fits, or with `model.strict` not every tensor."""
+    misfits = plan.describe_misfits()
     if not plan.moves:
         raise ModelError(
-            f"model.weights: no tensor in {path} fits the model; {plan.remarks()}; give weights of this "
-            "architecture"
+            f"model.weights: no tensor in {path} fits the model; {misfits}; give weights of this architecture"
         )
-    if config.strict and (remarks := plan.remarks()):
+    if config.strict and misfits:
         raise ModelError(
-            f"model.weights: {path} does not fit the model; {remarks}; set model.strict=false to load only "
+            f"model.weights: {path} does not fit the model; {misfits}; set model.strict=false to load only "
             "the tensors that fit"
         )
 
@@ -485,7 +559,13 @@ def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
 def plan_load(
     model: nn.Module, targets: Mapping[str, Tensor], source: WeightFile, config: ModelSection
 ) -> LoadPlan:
-    """Return a plan of the tensors to load into each parameter and buffer, and of those that do not fit."""
+    """Return which tensor of the files is loaded into each parameter and buffer, and which do not fit.
+
+    Tied tensors of the files are read and compared.
+
+    Raises:
+        ModelError: `model.grow_vocabulary` is set, but the model does not name its embeddings.
+    """
     base = str(getattr(model, "base_model_prefix", ""))
     keys = match_names(list(source.entries), targets, base)
     vocabulary = {id(p) for p in find_vocabulary_parameters(model)}
@@ -495,26 +575,27 @@ def plan_load(
             "parameter with a row for each token; define it, or leave model.grow_vocabulary out"
         )
     result = LoadPlan()
-    tied: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}  # several names for tied weights
     for name, target in targets.items():
-        tied.setdefault(id(target), []).append(name)
-    for names in tied.values():
+        names_by_id.setdefault(id(target), []).append(name)
+    for names in names_by_id.values():
         present = [name for name in names if name in keys]
         if not present:
             is_drawn = names[0] in getattr(model, "drawn_beside_weights", ())
             (result.drawn if is_drawn else result.missing).append(names[0])
             continue
-        target = targets[present[0]]
-        entry = source.entries[keys[present[0]]]
+        name = present[0]
+        target = targets[name]
+        entry = source.entries[keys[name]]
         problem = _describe_mismatch(target, entry, id(target) in vocabulary, config.grow_vocabulary)
-        if problem is None and _differ(source, [keys[name] for name in present]):
+        if problem is None and _differ(source, [keys[each] for each in present]):
             problem = f"one tensor in the model, but different from {keys[present[1]]} in the file"
-        if problem is None:
-            result.moves.append((present[0], keys[present[0]]))
-            if entry.shape != tuple(getattr(target, "ds_shape", target.shape)):
-                result.grown.append(present[0])
-        else:
-            result.mismatched.append(f"{present[0]} ({problem})")
+        if problem is not None:
+            result.mismatched.append(f"{name} ({problem})")
+            continue
+        result.moves.append((name, keys[name]))
+        if entry.shape != _get_whole_shape(target):
+            result.grown.append(name)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     for key in sorted(source.entries.keys() - set(keys.values())):
         if not any(re.search(pattern, key) for pattern in ignored):
@@ -524,18 +605,25 @@ def plan_load(
 
 def _describe_mismatch(target: Any, entry: TensorEntry, is_vocabulary: bool, may_grow: bool) -> str | None:
     """Return the reason why a tensor of the files cannot fill this one; `None` if it can."""
-    shape = tuple(getattr(target, "ds_shape", target.shape))  # ds_shape is the whole shape of a shard
-    if entry.dtype != target.dtype and not (entry.dtype in FLOAT_DTYPES and target.dtype in FLOAT_DTYPES):
+    shape = _get_whole_shape(target)
+    are_floats = entry.dtype in FLOAT_DTYPES and target.dtype in FLOAT_DTYPES
+    if entry.dtype != target.dtype and not are_floats:
         file_dtype = str(entry.dtype).removeprefix("torch.")
-        return f"{file_dtype} in the file, {str(target.dtype).removeprefix('torch.')} in the model"
+        model_dtype = str(target.dtype).removeprefix("torch.")
+        return f"{file_dtype} in the file, {model_dtype} in the model"
     if entry.shape == shape:
         return None
-    same_rows = shape and entry.shape and entry.shape[1:] == shape[1:]
-    fewer_rows = is_vocabulary and same_rows and 0 < entry.shape[0] < shape[0]
-    if fewer_rows and may_grow:
+    has_rows_of_same_shape = shape and entry.shape and entry.shape[1:] == shape[1:]
+    lacks_rows = is_vocabulary and has_rows_of_same_shape and 0 < entry.shape[0] < shape[0]
+    if lacks_rows and may_grow:
         return None
-    hint = "; set model.grow_vocabulary=true to add rows" if fewer_rows else ""
+    hint = "; set model.grow_vocabulary=true to add rows" if lacks_rows else ""
     return f"{list(entry.shape)} in the file, {list(shape)} in the model{hint}"
+
+
+def _get_whole_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, or of the whole parameter if ZeRO 3 has sharded it."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _differ(source: WeightFile, keys: list[str]) -> bool:
@@ -550,17 +638,17 @@ def _differ(source: WeightFile, keys: list[str]) -> bool:
 def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[str, str]:
     """Return the key in the files for each name in the model that has one.
 
-    Keys may have wrappers such as `module.` in them; the model's names decide which are removed. If all keys
-    begin with one wrapper, it is removed from all of them if more keys are names of the model then. A key
-    that is a name matches it. Any other key matches the longest name that remains after removing some of its
-    wrappers, unless another key has matched that name.
+    Keys may have names of wrappers such as `module.` in them. First, a wrapper with which all keys begin is
+    removed from all of them, if more keys are names in the model without it. Then a key that is a name in the
+    model matches that name. Any other key matches the longest name in the model that remains of it without
+    some of its wrappers, unless another key has matched that name.
 
     Args:
         keys: The names in the files.
         names: The names in the model.
         base: The prefix that a head model of transformers adds to the names of its base model.
     """
-    known = dict.fromkeys(names)
+    model_names = dict.fromkeys(names)
     shortened = dict(zip(keys, keys, strict=True))
     stripped = keys
     while stripped:
@@ -568,19 +656,19 @@ def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[s
         if len(first_parts) != 1 or not first_parts <= WRAPPER_NAMES:
             break
         stripped = [key.partition(".")[2] for key in stripped]
-        if len(known.keys() & stripped) > len(known.keys() & shortened.values()):
+        if len(model_names.keys() & stripped) > len(model_names.keys() & shortened.values()):
             shortened = dict(zip(keys, stripped, strict=True))
-    matches = {short: key for key, short in shortened.items() if short in known}
-    by_bare: dict[str, list[str]] = {}
-    for name in known:
-        by_bare.setdefault(_strip_wrappers(name), []).append(name)
+    matches = {short: key for key, short in shortened.items() if short in model_names}
+    by_bare_name: dict[str, list[str]] = {}
+    for name in model_names:
+        by_bare_name.setdefault(_strip_wrappers(name), []).append(name)
     for key, short in shortened.items():
-        if short in known:
+        if short in model_names:
             continue
-        for whole in (short, f"{base}.{short}") if base else (short,):
-            fitting = [
-                n for n in by_bare.get(_strip_wrappers(whole), ()) if n not in matches and _contains(whole, n)
-            ]
+        candidates = [short, f"{base}.{short}"] if base else [short]
+        for candidate in candidates:
+            same_bare_name = by_bare_name.get(_strip_wrappers(candidate), ())
+            fitting = [name for name in same_bare_name if name not in matches and _contains(candidate, name)]
             if fitting:
                 matches[max(fitting, key=len)] = key
                 break
@@ -593,17 +681,17 @@ def _strip_wrappers(name: str) -> str:
 
 
 def _contains(key: str, name: str) -> bool:
-    """Return whether the key contains the parts of the name in their order."""
+    """Return whether the key contains the parts of the name in their order; others may be in between."""
     parts = iter(key.split("."))
     return all(part in parts for part in name.split("."))
 
 
 @torch.no_grad()
 def draw_parameter(model: Any, name: str, sharding: Sharding) -> None:
-    """Draw the initial values of a parameter from the process's seed, equal under every split."""
+    """Draw the initial values of a parameter from torch's seed and its name, equal under every split."""
     parameter = model.get_parameter(name)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{torch.initial_seed()} {name}".encode()))
-    values = torch.empty(getattr(parameter, "ds_shape", parameter.shape))
+    values = torch.empty(_get_whole_shape(parameter))
     values.normal_(0.0, getattr(model.config, "initializer_range", 0.02), generator=generator)
     with sharding.gather([parameter]):
         parameter.data.copy_(values)
@@ -611,7 +699,14 @@ def draw_parameter(model: Any, name: str, sharding: Sharding) -> None:
 
 @torch.no_grad()
 def fill_tensor(target: Tensor, values: Tensor | None, sharding: Sharding, job: Job) -> None:
-    """Fill a parameter or buffer on all ranks with rank 0's values; other ranks pass `None`."""
+    """Fill a parameter or buffer on all ranks with rank 0's values. Collective.
+
+    Args:
+        target: The parameter or buffer. It may have more rows than the values; see fill_rows.
+        values: The values on rank 0; `None` on other ranks.
+        sharding: The split in which the model was built.
+        job: The ranks.
+    """
     if isinstance(target, nn.Parameter) and sharding.zero3_config is not None:
         with sharding.gather([target]):  # at its end ZeRO 3 distributes rank 0's values
             if values is not None:
@@ -622,18 +717,19 @@ def fill_tensor(target: Tensor, values: Tensor | None, sharding: Sharding, job: 
             assert values is not None
             _copy_values(target.data, values)
             return
-        whole = target.data
-        if whole.device.type != "cpu" or not whole.is_contiguous():
-            whole = torch.empty(target.shape, dtype=target.dtype)
+        host_values = target.data
+        if host_values.device.type != "cpu" or not host_values.is_contiguous():
+            host_values = torch.empty(target.shape, dtype=target.dtype)
         if values is not None:
-            _copy_values(whole, values)
-        if whole.numel():
-            dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # gloo has no 16-bit integers
-        if whole.data_ptr() != target.data_ptr():
-            target.data.copy_(whole)
+            _copy_values(host_values, values)
+        if host_values.numel():
+            dist.broadcast(host_values.view(-1).view(torch.uint8), 0)  # gloo has no 16-bit integers
+        if host_values.data_ptr() != target.data_ptr():
+            target.data.copy_(host_values)
 
 
 def _copy_values(target: Tensor, values: Tensor) -> None:
+    """Copy values, and fill rows that the target has in addition with their mean."""
     if target.shape == values.shape:
         target.copy_(values)
     else:

@@ -44,7 +44,7 @@ def test_the_ids_of_other_data_are_refused(base, start, other_data, place):
     assert code == 2
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "was trained with another tokenizer than the one that this run trained on its data" in line
-    named = line.split("use that of the weights: ")[1]
+    named = line.split("use the tokenizer of the weights: ")[1]
     assert start(base / "run" / place, *other_data, named)[0] == 0
 
 
