@@ -438,6 +438,7 @@ class DocumentAttention:
     def _attend_on_device(
         self, qkv: QueryKeyValue, bounds: Tensor | None, positions: Tensor | None, scores: ScoreOptions
     ) -> Tensor:
+        """Return attention on a device other than the CPU, by the fastest kernel that takes the options."""
         query = qkv[0]
         if bounds is None and positions is not None:
             bounds = self._find_bounds(positions, query)
@@ -473,6 +474,10 @@ class DocumentAttention:
     def _attend_by_document(
         self, qkv: QueryKeyValue, bounds: Tensor | None, positions: Any, scores: ScoreOptions
     ) -> Tensor:
+        """Return attention on a CPU, one document after the other or in blocks of all rows.
+
+        At least one of `bounds` and `positions` is given. The host reads them once for all layers.
+        """
         rows, _, length, _ = qkv[0].shape
 
         def find_bounds_and_lengths() -> tuple[Tensor, list[int]]:
@@ -495,6 +500,7 @@ class DocumentAttention:
     def _attend_to_whole_rows(
         self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreOptions
     ) -> Tensor:
+        """Return attention in rows of one document each, by a kernel of torch."""
         output: Tensor
         if query.device.type == "cpu":
             query, key, value = _autocast((query, key, value))

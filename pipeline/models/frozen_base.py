@@ -146,7 +146,7 @@ class HalfBasePlacement(FrozenBasePlacement):
         return options
 
     def exclude_trained(self, trained: Iterable[nn.Parameter]) -> None:
-        """Place trained parameters as all others, where they were taken for weights of frozen layers."""
+        """Place these parameters like all others, also those that `divide` has noted as frozen weights."""
         for parameter in trained:
             was_frozen = self._frozen_weights.pop(parameter, None) is not None
             if was_frozen:

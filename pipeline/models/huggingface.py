@@ -254,8 +254,8 @@ def _build_scoring_class(causal_class: Any, name: str) -> Any:
 
     Args:
         causal_class: The class of the language model.
-        name: The name of the new class: that of transformers' class for sequence classification, which an
-            export's config.json names.
+        name: The name of the new class. An export's config.json has it, so it is the name of transformers'
+            class for sequence classification.
     """
     ignored = list(getattr(causal_class, "_keys_to_ignore_on_load_unexpected", None) or ())
 

@@ -228,7 +228,7 @@ def refuse_noncausal_model(model: nn.Module, config: ModelConfig, context: Trans
 
 
 def refuse_mixed_documents(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
-    """Refuse a model whose attention crosses the documents of a row, if rows hold several documents."""
+    """Refuse a model whose attention crosses the documents of a row, if rows have several documents."""
     if context.separate_documents:
         refuse_document_leaks(model, context.device, context.dtype)
     return model
@@ -245,7 +245,7 @@ def multiply_in_fp8(model: nn.Module, config: ModelConfig, context: TransformCon
 
 
 def synchronize_statistics(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
-    """Let batch normalisation count the samples of all data-parallel ranks."""
+    """Let batch normalization count the samples of all data-parallel ranks."""
     if context.dp_world_size > 1:
         model = synchronize_batch_norm(model, None, context.device)
     return model

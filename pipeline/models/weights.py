@@ -537,7 +537,7 @@ def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
 
 
 def _refuse_misfits(plan: LoadPlan, path: Path, config: ModelSection) -> None:
-    """Refuse weights of which no tensor fits, or with `model.strict` not every tensor."""
+    """Refuse weights if no tensor fits the model, or if `model.strict` is set and not every tensor fits."""
     misfits = plan.describe_misfits()
     if not plan.moves:
         raise ModelError(
