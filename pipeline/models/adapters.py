@@ -302,23 +302,23 @@ def add_adapter(
         quantize_base(model, fully_trained, sharding, dtype)
     elif isinstance(sharding, HalfBasePlacement):
         accept_fp32_inputs(model, fully_trained, sharding)
-    _inject_layers(model, build_peft_config(config, targets), config.quantize is not None)
+    _inject_layers(model, build_peft_config(config, targets), is_4_bit=config.quantize is not None)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            continue
+            continue  # a parameter of the adapter; peft has frozen all others
         if any(parameter is each for each in (*fully_trained, *grown_embeddings)):
             parameter.requires_grad_(True)
         else:
             parameter.is_base = True  # type: ignore[attr-defined]
     if config.kind == "dora":
         _add_magnitudes(model, sharding)
-    _set_initial_values(
-        model, config, seed, folder, torch.float32 if isinstance(sharding, FrozenBasePlacement) else None
-    )
+    adapter_dtype = torch.float32 if isinstance(sharding, FrozenBasePlacement) else None
+    _set_initial_values(model, config, seed, folder, adapter_dtype)
     if folder is not None:
-        names = dict(model.named_parameters(remove_duplicate=False))
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, values in folder.get_fully_trained().items():
-            fill_tensor(names[name], values if job.ranks.is_main_process else None, sharding, job)
+            own_values = values if job.ranks.is_main_process else None
+            fill_tensor(parameters[name], own_values, sharding, job)
     trained_elements = sum(count_elements(p) for p in model.parameters() if p.requires_grad)
     rank = config.rank or DEFAULT_ADAPTER_RANK
     alpha = config.alpha or DEFAULT_ADAPTER_ALPHA

@@ -13,7 +13,6 @@ transformers' sequence classification, so that transformers can open an export.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -56,8 +55,6 @@ from pipeline.models.embeddings import grow_vocabulary
 from pipeline.models.sharding import ModelRequest, Sharding
 from pipeline.models.transformers_facts import resolve_pretrained
 from pipeline.models.weights import draw_parameter, get_quantization_method
-
-log = logging.getLogger(__name__)
 
 ASYNC_LOAD_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable that switches off transformers' threads, which read tensors ahead without limit."""

@@ -500,7 +500,7 @@ def load_weights(
         for name in plan.drawn:
             draw_parameter(model, name, sharding)
         for name in plan.grown:
-            targets[name].has_new_rows = True  # type: ignore[attr-defined] # an adapter trains such a parameter
+            targets[name].has_new_rows = True  # type: ignore[attr-defined] # an adapter trains these
     if job.ranks.is_main_process:
         log.info("loaded %d tensors from %s", len(plan.moves), path)
         if misfits := plan.describe_misfits():
