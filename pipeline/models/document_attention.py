@@ -105,8 +105,10 @@ def attend_in_blocks(qkv: QueryKeyValue, bounds: Tensor | None, scores: ScoreOpt
     starts = range(0, length, QUERIES_PER_BLOCK)
     if query.device.type == "cpu":
         key_starts = first_keys[:, ::QUERIES_PER_BLOCK].amin(0).tolist()
+    elif scores.window is None:
+        key_starts = [0] * len(starts)
     else:
-        key_starts = [0 if scores.window is None else max(0, start - scores.window + 1) for start in starts]
+        key_starts = [max(0, start - scores.window + 1) for start in starts]
     blocks = [
         _QueryBlock(start, min(start + QUERIES_PER_BLOCK, length), key_start)
         for start, key_start in zip(starts, key_starts, strict=True)
@@ -134,12 +136,13 @@ def _find_first_keys(
 ) -> Tensor:
     """Return the index in its row of the first token that each token attends to, (B or 1, T)."""
     tokens = torch.arange(length, device=device)
-    first = torch.zeros_like(tokens)[None]
+    first_keys = torch.zeros_like(tokens)[None]
     if bounds is not None:
-        places = torch.arange(rows * length, device=device, dtype=bounds.dtype)
-        begins = bounds[torch.searchsorted(bounds, places, right=True) - 1].view(rows, length)
-        first = begins - torch.arange(0, rows * length, length, device=device)[:, None]
-    return first if window is None else torch.maximum(first, tokens - window + 1)
+        indices = torch.arange(rows * length, device=device, dtype=bounds.dtype)
+        document_starts = bounds[torch.searchsorted(bounds, indices, right=True) - 1].view(rows, length)
+        row_starts = torch.arange(0, rows * length, length, device=device)[:, None]
+        first_keys = document_starts - row_starts
+    return first_keys if window is None else torch.maximum(first_keys, tokens - window + 1)
 
 
 @dataclass(frozen=True)
@@ -276,9 +279,9 @@ def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
 
 
 def fits_cpu_kernel(qkv: QueryKeyValue, longest: int, scores: ScoreOptions) -> bool:
-    """Return whether torch's kernel for CPUs is good enough for documents of up to `longest` tokens.
+    """Return whether torch's kernel for CPUs needs little memory for documents of up to `longest` tokens.
 
-    It is if it computes them without T x T scores, or if all their scores fit into one block.
+    It does if it is fused, so that no T x T scores are made, or if a document is not longer than a block.
     """
     query, _, value = qkv
     if scores.has_cap_or_sinks or longest > (scores.window or longest):
@@ -287,6 +290,7 @@ def fits_cpu_kernel(qkv: QueryKeyValue, longest: int, scores: ScoreOptions) -> b
 
 
 def _is_fused_on_cpu(query: Tensor, value: Tensor, scores: ScoreOptions) -> bool:
+    """Return whether torch's scaled_dot_product_attention is a fused kernel for this input on a CPU."""
     return scores.dropout == 0 and query.shape[-1] == value.shape[-1]
 
 
@@ -319,10 +323,11 @@ class _Fp32Attention(torch.autograd.Function):
 def find_document_bounds(positions_BT: Tensor) -> Tensor:
     """Return the bounds of documents, which begin wherever positions do not continue by one.
 
-    Reading the positions synchronizes with the device that they are on. Bounds are padded, so that their
-    number takes few values, and compiled functions are seldom compiled again: it depends on B and T alone
-    where documents have TOKENS_PER_DOCUMENT tokens or more on average. With shorter documents it is the next
-    power of two.
+    Reading the positions synchronizes with the device that they are on.
+
+    Bounds are padded, so that N takes few values, and compiled functions are seldom compiled again. N depends
+    on B and T alone where documents have TOKENS_PER_DOCUMENT tokens or more on average. With shorter
+    documents, N is the number of documents, rounded up to a power of two.
 
     Args:
         positions_BT: The index of each token in its document.
@@ -362,7 +367,10 @@ class WholeRowBoundsChooser:
         self._first_shapes: dict[bool, torch.Size] = {}  # (B, T) by whether gradients are computed
 
     def choose(self, like: Tensor) -> Tensor:
-        """Return the bounds of the rows of `like` (B, T, ...), on its device."""
+        """Return the bounds of the rows of `like` (B, T, ...), on its device.
+
+        They are empty on every device but CUDA, and for the first shape, which is remembered.
+        """
         shape = like.shape[:2]
         first = self._first_shapes.setdefault(torch.is_grad_enabled(), shape)
         if like.device.type != "cuda" or shape == first:
