@@ -102,7 +102,7 @@ def _call_with_cast_inputs(layer: nn.Module, device_type: str, *args: Any, **kwa
 
 @dataclass(frozen=True)
 class AdapterRequest:
-    """What `adapters.add_adapter` needs besides the model and its dtype."""
+    """Arguments of `adapters.add_adapter` besides the model and its dtype."""
 
     config: AdapterConfig
     """The recipe's adapter section."""
