@@ -91,7 +91,12 @@ def _print_checkpoints(directory: Path, *, verify: bool) -> None:
         screen.line(f"{row.path.name}: {row.problem}")
     if damaged:
         verb = "are" if len(damaged) > 1 else "is"
-        raise CheckpointError(f"{directory}: {len(damaged)} of {len(rows)} checkpoints {verb} damaged")
+        advice = "a run resumes from the newest intact one"
+        if len(damaged) == len(rows):
+            advice = "restore their files, or start a new run with checkpoint.resume=never"
+        raise CheckpointError(
+            f"{directory}: {len(damaged)} of {len(rows)} checkpoints {verb} damaged; {advice}"
+        )
 
 
 def _format_cells(row: CheckpointStatus, metrics: list[str], undamaged: str) -> list[str]:
@@ -120,7 +125,10 @@ def _format_cells(row: CheckpointStatus, metrics: list[str], undamaged: str) -> 
 
 
 def _format_state(row: CheckpointStatus, undamaged: str) -> str:
-    """Return `damaged`, or `undamaged` and, if other machines have the rest, the number of files here."""
+    """Return the state of a checkpoint for the table: `damaged`, or the word `undamaged`.
+
+    If other machines have some of the files, the number of files on this machine follows that word.
+    """
     if row.problem is not None or row.manifest is None:
         return "damaged"
     num_files = len(row.manifest.files)
@@ -176,9 +184,9 @@ def _format_difference(difference: TensorChange) -> list[str]:
 
 
 def _importance_key(difference: TensorChange) -> tuple[bool, float]:
-    """Return a key that sorts the model before optimizer states.
+    """Return a key that sorts weights and buffers of the model before optimizer states.
 
-    Among each, tensors that cannot be compared come first, then the largest relative difference.
+    Within each of the two, tensors that cannot be compared come first, then those that differ most.
     """
     is_model = difference.kind in ("weight", "buffer")
     return not is_model, -math.inf if math.isnan(difference.relative) else -difference.relative

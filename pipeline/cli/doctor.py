@@ -95,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_settings(arguments: argparse.Namespace) -> ExaminationSettings:
     """Return the settings of the examination, still without machines.
 
-    If the command line has a recipe, a JSON or overrides, they have the folders and native ops of that run.
+    If the command line has a recipe, a JSON or overrides, the folders and native ops that this run needs are
+    examined; otherwise the default folders.
     """
     examination = ExaminationSettings(devices={}, quick=arguments.quick, force_multi=arguments.force_multi)
     if not (arguments.deepspeed or arguments.config or arguments.overrides):

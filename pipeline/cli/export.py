@@ -12,7 +12,7 @@ from pipeline.cli.inputs import add_checkpoint_arguments, report_file_errors
 HELP = "write a checkpoint's weights as safetensors (a transformers folder for a transformers model)"
 DESCRIPTION = """\
 Verify a checkpoint of any split, and write its weights into a new folder as safetensors. `from_pretrained`
-opens the folder of a transformers model, and PEFT that of an adapter."""
+opens the folder of a transformers model; PEFT opens the folder of an adapter."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

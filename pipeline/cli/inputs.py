@@ -1,4 +1,4 @@
-"""Command-line arguments that commands share, their help text, and errors of files that commands read."""
+"""Adds the command-line arguments that commands share, and reports errors of files in one line."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
 def report_file_errors() -> Iterator[None]:
     """Turn an OSError into a PipelineError, which is printed as one line without a traceback.
 
-    For commands in which a file that cannot be read or written is a mistake of the user, and not a fault of
-    the program.
+    Use it for commands in which a file that cannot be read or written is a mistake of the user, and not a
+    fault of the program.
 
     Raises:
         PipelineError: The body raised an OSError other than a lack of memory.

@@ -223,7 +223,7 @@ def split_row(
         labels: Token after each position, or -100, (T,).
         position_ids: Positions within documents, (T,): 0 where a document starts. `None` if documents start
             after `end_id`.
-        end_id: Id of the end-of-document token.
+        end_id: Id of the end-of-document token; `None` if the tokenizer has none.
         pad_id: Id of the padding token; `None` if there is no padding.
     """
     in_loss = np.concatenate([[False], labels != IGNORE_INDEX])  # (T + 1,)
@@ -253,7 +253,7 @@ def _count_filled(
     """Return the number of positions before the padding at the end of a row.
 
     Args:
-        ids: Token ids of the row; if the target of its last position counts in the loss, also that one.
+        ids: Token ids of the row. If the target of the last position counts in the loss, its id is the last.
         in_loss: Whether each of the `ids` counts in the loss.
         position_ids: Positions within documents; `None` if unknown.
         pad_id: Id of the padding token; `None` if there is no padding.
@@ -262,7 +262,8 @@ def _count_filled(
     num_filled = int(not_padding[-1]) + 1 if len(not_padding) else 0
     if position_ids is None or num_filled == len(ids):
         return num_filled
-    # The padding token may also end documents. Padding starts at position 0, and the end of one does not.
+    # The padding token may also end documents. Position ids restart at 0 where padding begins, but not at the
+    # end token of a document.
     starts = np.flatnonzero(position_ids[num_filled:] == 0)
     return num_filled + int(starts[0]) if len(starts) else len(ids)
 
@@ -283,8 +284,8 @@ def format_row(
         padding: Number of padded positions.
         tokenizer: Tokenizer that decodes the ids.
         is_coloured: Whether to mark tokens by colour.
-        answers: (kind, margin) of each document of preference data, which is an answer. The colour of an
-            answer depends on its kind. Empty for other data.
+        answers: (kind, margin) of each answer of preference data, in which each document is one answer. The
+            colour of an answer depends on its kind. Empty for other data.
     """
     text = Text()
     tokens_left = MAX_TOKENS_SHOWN

@@ -159,7 +159,7 @@ def convert_to_json(estimate: Forecast, changes: Sequence[ConfigChange] = ()) ->
     }
 
 
-HELP = "estimate memory, time and disk of a run without a GPU, and what to change"
+HELP = "estimate memory, time and disk of a run before it starts, and what to change if it does not fit"
 DESCRIPTION = """\
 Estimate a run before it starts: the memory of the rank that needs most and the time of a step, both by part,
 host memory and disk. If the run does not fit, list changes that help. The command reads no weights and needs
@@ -193,7 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", type=float, metavar="GBIT", help=network)
     host = "host memory of one machine (default: what machines with such GPUs usually have)"
     parser.add_argument("--host-memory", type=float, metavar="GIB", help=host)
-    documents = "tokens of the document that a token is in, on average, if rows are packed (default: 2048)"
+    documents = "average tokens of a document, weighted by its length, if rows are packed (default: 2048)"
     parser.add_argument("--document-tokens", type=_parse_count, metavar="N", help=documents)
     searches = parser.add_mutually_exclusive_group()
     suggest = "find the simplest split that fits, and print the command to train with it"

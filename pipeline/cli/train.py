@@ -189,7 +189,7 @@ def _train(settings: Settings, ranks: Ranks, resolved: ResolvedSettings) -> int:
             return run_rank(settings, ranks, resolved.deepspeed)
         except INTERRUPTS as interrupt:  # while torch is being imported; `run_rank` handles later ones
             message, code = explain_interrupt(interrupt, NO_FURTHER_CHECKPOINT)
-            if ranks.local_rank == 0 or reports_own_exit(False):
+            if ranks.local_rank == 0 or reports_own_exit(is_only_reporter=False):
                 print(message, file=sys.stderr, flush=True)
             return code
 
@@ -201,7 +201,7 @@ def _report_mistake(error: PipelineError, ranks: Ranks) -> int:
     exit, since the launcher ends all ranks as soon as one exits.
     """
     write_exit_code(ranks.rank, ranks.world_size, error.exit_code)
-    if ranks.local_rank == 0 or reports_own_exit(False):
+    if ranks.local_rank == 0 or reports_own_exit(is_only_reporter=False):
         print(f"error: {error}", file=sys.stderr, flush=True)
     if ranks.local_rank != 0:
         time.sleep(REPORT_SECONDS)

@@ -68,7 +68,8 @@ def test_a_flipped_bit_is_found_by_verify_with_file_and_tensor(run, look):
     assert look()[0] == 0, "without reading it cannot be seen"
     code, lines, errors = look("verify")
     assert code == 2
-    assert errors == [f"error: {run}: 1 of 3 checkpoints is damaged"]
+    damaged = "1 of 3 checkpoints is damaged; a run resumes from the newest intact one"
+    assert errors == [f"error: {run}: {damaged}"]
     states = [line.split()[5] for line in lines[1:] if line[0] != " " and "KiB" in line]
     assert states == ["verified", "damaged", "verified"]
     (named,) = [line for line in lines if line.startswith("step-00000040")]
@@ -86,7 +87,7 @@ def test_what_is_not_whole_is_named_without_reading(run, look, what):
     checkpoint_of(run, 90).with_suffix(".partial").mkdir()  # a save under way
     code, lines, errors = look(*what)
     assert (code, len(errors)) == (2, 1)
-    assert "4 of 4 checkpoints are damaged" in errors[0]
+    assert "4 of 4 checkpoints are damaged; restore their files, or start a new run with" in errors[0]
     named = [line for line in lines if line.startswith("step-")]
     assert f"step-00000020: {SHARD}: missing; written on " in named[0]
     assert "manifest.json is damaged" in named[1]
