@@ -50,13 +50,14 @@ def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):
     recipe = (tmp_path / "sft" / "recipe.yaml").read_text()
     comments = [line for line in recipe.splitlines() if line.startswith(tuple(f"# {word}" for word in words))]
     assert [f"# {line}" for line in told] == comments
-    words = shlex.split(said.splitlines()[-1].removeprefix("train by: "))
+    words = shlex.split(said.splitlines()[-1].removeprefix("to train: "))
     launcher, printed = words[:6], words[6:]
     assert launcher == ["deepspeed", "--num_gpus", "2", "--module", "pipeline", "train"]
 
     assert main(["import", "sft.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "error: sft exists and is not empty; choose another folder (--output), or --force\n"
+        "error: sft exists and is not empty; choose another folder (--output), or add --force to overwrite "
+        "recipe.yaml and deepspeed.json in it\n"
     )
     assert main(["import", "sft.yaml", "--force"]) == 0
     (tmp_path / "elsewhere").mkdir()

@@ -7,9 +7,10 @@ from pipeline.cli.import_configs.mapping import ImportDraft, TrainerTable
 
 
 def import_accelerate(draft: ImportDraft) -> None:
-    """Import stage and precision for the DeepSpeed JSON, and the number of GPUs. Devices are in `rows`.
+    """Import ZeRO stage and precision for the DeepSpeed JSON, and the number of GPUs.
 
-    A DeepSpeed JSON that the file names is the base, and keeps its stage.
+    If the file names a DeepSpeed JSON, that JSON is the base and keeps its stage. Devices for offloading are
+    already imported, since their rows have a conversion.
 
     Raises:
         ConfigError: The kind of parallelism or the precision is not supported.

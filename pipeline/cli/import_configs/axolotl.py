@@ -175,8 +175,8 @@ def _put_data(draft: ImportDraft, rl: str | None) -> None:
         _put_template(draft)
     if rl in ("dpo", "ipo"):
         draft.left_open["eos_token"] = (
-            "if a turn ends with another token, TRL adds the end token and counts it in the loss; here it is "
-            "not added"
+            "if the template ends an answer with another token, Axolotl adds the tokenizer's end token and "
+            "counts it in the loss; here it is not added"
         )
 
 

@@ -206,6 +206,7 @@ class ImportDraft:
         the run has no such section.
         """
         kind = self.recipe.get("objective.kind")
+        # ObjectiveConfig is a union of sections, each annotated with the tag of its kind.
         objectives = {
             tag.tag: section for section, tag in map(get_args, get_args(get_args(ObjectiveConfig)[0]))
         }

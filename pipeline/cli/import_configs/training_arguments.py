@@ -149,7 +149,7 @@ def _put_schedule(draft: ImportDraft) -> None:
         draft.get_stated("warmup_steps") is not None and draft.get_stated("warmup_ratio") is None
     )
     if states_only_steps:
-        share = None  # a default
+        share = None  # it is the trainer's default, and the file's steps replace it
     if steps and steps >= 1:
         draft.put("schedule.warmup", to_int(steps))
     else:  # in transformers 5, warmup_steps below 1 is a share of the steps

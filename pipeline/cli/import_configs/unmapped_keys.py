@@ -20,7 +20,7 @@ write distributed.timeout_seconds: ddp_timeout
 the optimizer is AdamW, SGD or Adafactor; Muon is in optimizer.groups: adam_beta3 optim_args
   optim_target_modules use_badam use_galore use_muon
 write optimizer.groups: embedding_lr lr_groups
-8 bits are not supported; for a base in 4 bits write adapter.quantize: gptq load_in_8bit
+8 bits are not supported; for a base in 4 bits write adapter.quantize: nf4: gptq load_in_8bit
 write data.eval_sets: dataset_test_split eval_dataset test_datasets
 if the strategy is not concat, write data.sources.weight: interleave_probs mix_strategy
 write data.sources.max_documents: datasets.*.fraction
@@ -46,7 +46,7 @@ write adapter.init, which can be uniform or gaussian: pissa_init
 a run trains one adapter; merge other adapters into the model first: create_new_adapter
 write model.extra, which sets fields of the model's config: moe_aux_loss_coef rope_scaling
 write model.activation_offload: true: activation_offloading
-write model.fp8: fp8
+write model.fp8: tensorwise: fp8
 only text is supported: freeze_multi_modal_projector freeze_vision_tower media_dir
 write objective.sft_weight: loss_weights
 the reference is the model that the run starts from: ref_model ref_model_adapters sync_ref_model

@@ -95,18 +95,20 @@ def _recognise_tool(file: ConfigFile) -> str:
     if num_shared[best] * 2 < max(len(keys), 1):
         titles = ", ".join(dict.fromkeys(tool.title for tool in TOOLS.values()))
         raise ConfigError(
-            f"{file.path}: no configuration of {titles}, by its keys; if it is one, add --from TOOL"
+            f"{file.path}: its keys are those of no configuration of {titles}; if it is one, add --from TOOL"
         )
     if TOOLS[best] is trl.TOOL:
         choices = ", ".join(f"trl-{trainer}" for trainer in trl.TRAINERS)
-        raise ConfigError(f"{file.path}: TRL's files do not name their trainer; add --from {choices}")
+        raise ConfigError(
+            f"{file.path}: TRL's files do not name their trainer; add --from with one of {choices}"
+        )
     return best
 
 
 def write_files(draft: ImportDraft, folder: Path) -> str:
-    """Write recipe and JSON after loading them as a check, and return the origin of the JSON for the user.
+    """Load recipe and JSON as a check, write them, and return a text for the user on the JSON's origin.
 
-    A file of accelerate has only a JSON, which is not loaded. Files in the folder are overwritten.
+    An import from accelerate has only a JSON, which is not loaded. Files in the folder are overwritten.
 
     Raises:
         ConfigError: The recipe would be invalid. The message names the key of theirs, and nothing is written.
@@ -235,7 +237,7 @@ def _read_their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
     return file.tree, origin
 
 
-HELP = "convert a configuration of LLaMA-Factory, Axolotl, TRL, the Trainer or accelerate to a recipe"
+HELP = "convert LLaMA-Factory's, Axolotl's, TRL's, transformers' or accelerate's configuration to a recipe"
 DESCRIPTION = """\
 Convert a configuration of LLaMA-Factory, Axolotl, TRL, transformers' Trainer or accelerate to a recipe and a
 DeepSpeed JSON in a new folder. Each key that is not imported is printed with what to do about it, or with the
@@ -252,7 +254,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, default=1, metavar="N", help=gpus)
     tools = f"the other trainer: {', '.join(TOOLS)} (default: recognised by the file's keys)"
     add("--from", dest="tool_name", choices=list(TOOLS), metavar="TOOL", help=tools)
-    add("--force", action="store_true", help="overwrite files of the folder")
+    add("--force", action="store_true", help="overwrite the recipe and the JSON in FOLDER")
 
 
 @report_file_errors()
@@ -269,7 +271,10 @@ def run(arguments: argparse.Namespace) -> None:
     draft = draft_recipe(theirs, arguments.tool_name, arguments.gpus)
     is_occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if is_occupied and not arguments.force:
-        raise PipelineError(f"{folder} exists and is not empty; choose another folder (--output), or --force")
+        raise PipelineError(
+            f"{folder} exists and is not empty; choose another folder (--output), or add --force to "
+            f"overwrite {RECIPE_FILE} and {JSON_FILE} in it"
+        )
     json_origin = write_files(draft, folder)
     lines = []
     if draft.has_recipe:
@@ -281,6 +286,6 @@ def run(arguments: argparse.Namespace) -> None:
     lines += format_open_points(draft)
     recipe = folder / RECIPE_FILE if draft.has_recipe else "RECIPE.yaml"
     command = format_train_command(draft.gpus, "--deepspeed", folder / JSON_FILE, "--config", recipe)
-    lines.append(f"train by: {command}")
+    lines.append(f"to train: {command}")
     for line in lines:
         print(shorten_message(line))

@@ -291,7 +291,7 @@ def test_what_is_not_taken_is_named(imported, tmp_path, tool, changes, left_open
             {"loss_type": "apo_zero"},
             "loss_type: its value makes an invalid recipe: objective.loss_type",
         ),
-        (None, {}, "TRL's files do not name their trainer; add --from trl-sft, trl-dpo"),
+        (None, {}, "TRL's files do not name their trainer; add --from with one of trl-sft, trl-dpo"),
         (
             None,
             {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5},
