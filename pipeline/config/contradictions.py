@@ -47,7 +47,8 @@ def find_contradictions(config: RunConfig) -> Iterator[Contradiction]:
     if config.early_stopping is not None and not config.eval.every:
         yield (
             ("early_stopping", "eval.every"),
-            "early_stopping counts evaluations, and eval.every is 0, which means none; set eval.every",
+            "early_stopping counts evaluations, and with eval.every: 0 there are none between the first and "
+            "the last step; set eval.every",
         )
     yield from find_interval_contradictions(config, None)
     if config.model.language_model is not None:

@@ -87,14 +87,14 @@ class SourceConfig(RecipeSection):
 
     @field_validator("weight", mode="wrap")
     @classmethod
-    def _accept_number_or_steps(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+    def _accept_number_or_steps(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         given = value
         if isinstance(value, dict):  # recipe.yaml has the steps as texts
             value = {int(key) if str(key).isdecimal() else key: each for key, each in value.items()}
         try:
-            weight: float | dict[int, float] | None = validated(value)
+            weight: float | dict[int, float] | None = validate(value)
         except ValidationError:
-            weight = -1
+            weight = -1  # refused below, with the same message as a negative weight
         numbers = [*weight, *weight.values()] if isinstance(weight, dict) else [weight or 0.0]
         if not numbers or min(numbers) < 0:
             raise ValueError(
@@ -209,8 +209,12 @@ class DocumentsConfig(DataSection):
                     "some sources have a weight and others have none; give all of them one, or none"
                 )
             steps = {0}.union(*(weight for weight in weights if isinstance(weight, dict)))
-            if not all(any(interpolate_weight(weight or 0.0, step) for weight in weights) for step in steps):
-                raise ValueError("the weights of sources sum to 0; give at least one a weight above 0")
+            for step in sorted(steps):
+                if not any(interpolate_weight(weight or 0.0, step) for weight in weights):
+                    at_step = f" at step {step}" if len(steps) > 1 else ""
+                    raise ValueError(
+                        f"the weights of sources sum to 0{at_step}; give at least one a weight above 0"
+                    )
         names = [source.name for source in self.all_sources()] + list(self.eval_sets)
         repeated = sorted({name for name in names if names.count(name) > 1 and name is not None})
         if repeated:

@@ -39,7 +39,10 @@ class _StatedNumber(NamedTuple):
 
 
 def remove_replaced_keys(recipe: ConfigFile, file: ConfigFile) -> None:
-    """Remove the keys of the default recipe that a checked JSON replaces; of the batch, the whole section."""
+    """Remove the keys of the default recipe that a checked JSON replaces.
+
+    If it replaces one key of the batch, the whole `batch` section is removed.
+    """
     for stated in _read_stated(file):
         section, _, key = stated.recipe_key.rpartition(".")
         if section == "batch":

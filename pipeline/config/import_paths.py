@@ -22,7 +22,8 @@ from pipeline.errors import PipelineError, summarize_error
 def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
     """Return the callable at `path`. Modules in the current directory can be imported.
 
-    Side effect: append the current directory to `sys.path`. At the end, it hides no installed package.
+    Side effect: append the current directory to `sys.path`. Since it is last there, it hides no installed
+    package.
 
     Args:
         path: `package.module:function`.
@@ -48,7 +49,10 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
         if missing.name is None:
             raise
         if not f"{module_name}.".startswith(f"{missing.name}."):
-            problem = f"{_format_origin(missing)} imports {missing.name!r}, which is not installed"
+            problem = (
+                f"{_format_origin(missing)} imports {missing.name!r}, which is not installed; install it in "
+                "this environment"
+            )
         else:
             hint = _find_hidden_file(module_name, directory)
             problem = f"there is no module {missing.name!r} in {directory} or installed{hint}"

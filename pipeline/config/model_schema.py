@@ -131,7 +131,7 @@ class CausalLMConfig(ModelSection):
     backward pass. For long sequences: GPU memory then no longer grows with the number of blocks. The copies
     run on the compute stream, so a step takes longer."""
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Recipe of torchao (the `fp8` extra) by which the blocks' linear layers multiply in fp8. `tensorwise`:
+    """Scaling with which the blocks' linear layers multiply in fp8 (torchao, the `fp8` extra). `tensorwise`:
     one scale for each tensor, the fastest. `rowwise`: one scale for each row. `rowwise_with_gw_hp`: the
     same, with weight gradients in high precision. A CPU emulates fp8. The commands `evaluate` and `generate`
     do not multiply in fp8."""

@@ -72,8 +72,16 @@ _OTHER_NAMES = {
     "wandb.mode": "report_to use_wandb wandb_mode",
     "wandb.project": "wandb_project",
 }
-_MAIN_KEY = {"batch": "global_batch_size", "checkpoint": "every", "data": "paths", "eval": "every"}
-_MAIN_KEY |= {"model": "pretrained", "objective": "kind", "optimizer": "kind", "schedule": "kind"}
+_MAIN_KEY = {
+    "batch": "global_batch_size",
+    "checkpoint": "every",
+    "data": "paths",
+    "eval": "every",
+    "model": "pretrained",
+    "objective": "kind",
+    "optimizer": "kind",
+    "schedule": "kind",
+}
 """Section -> key that is most likely meant if the section is a single value."""
 _HUB_IMAGE_KEYS = {"dataset", "subset", "split", "eval_split", "image_field", "label_field"}
 """Keys of an image dataset on the hub, which data of kind images does not read."""

@@ -152,11 +152,11 @@ class WatchConfig(RecipeSection):
     start resumes from one on which all ranks agreed."""
     compare_every: int = Field(25, ge=0)
     """Number of steps between two comparisons of replicas; 0: none. Under `ddp` and ZeRO 0, weights,
-    reduced gradients and optimizer state are compared; at ZeRO 1 and 2 only the weights, by a digest to
-    which each step since the last comparison added."""
+    reduced gradients and optimizer state are compared; at ZeRO 1 and 2 only the weights, by a digest
+    that every step updates."""
     rollback_steps: int = Field(8, gt=0, le=10**6)
-    """Number of steps, the bad step last, whose samples a rollback leaves out. The run returns to a
-    checkpoint before them."""
+    """Number of steps whose samples a rollback leaves out: the bad step and those just before it. The run
+    returns to a checkpoint before them."""
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -217,11 +217,11 @@ class BatchConfig(RecipeSection):
 
     @field_validator("micro_batch_size", mode="wrap")
     @classmethod
-    def _accept_number_or_auto(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+    def _accept_number_or_auto(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         if isinstance(value, float) and value.is_integer():  # 1e1
             value = int(value)
         try:
-            return validated(value)
+            return validate(value)
         except ValidationError as error:  # pydantic has one error for each type; the user gets one for both
             message = error.errors()[0]["msg"]
             raise ValueError(f"{message[0].lower()}{message[1:]}, or auto; given {value!r}") from None
@@ -293,7 +293,8 @@ class WandbConfig(RecipeSection):
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Mode of W&B. `auto`: that of `WANDB_MODE`; without it, online if there is an API key, else offline."""
+    """Mode of W&B. `auto`: the value of `WANDB_MODE`; without it, online if there is an API key, else
+    offline."""
     project: str | None = None
     """Project of the run. Default: `WANDB_PROJECT`, else `deepspeed-pipeline`."""
     entity: str | None = None

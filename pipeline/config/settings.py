@@ -54,10 +54,16 @@ ALTERNATIVES = (("max_steps", "max_epochs"), ("data.paths", "data.sources"))
 
 @dataclass(frozen=True)
 class ResolvedSettings:
-    """Settings for a number of ranks on a kind of device, without any "auto" but the micro-batch size's."""
+    """Settings for a number of ranks on a kind of device.
+
+    Every "auto" is decided. Only the micro-batch size may still be open: see `batch_plan`.
+    """
 
     batch_plan: BatchPlan
-    """Division of the global batch; provisional while the recipe's micro-batch size is `auto`."""
+    """Division of the global batch.
+
+    It is provisional, with micro-batches of one sample, while the recipe's micro-batch size is `auto`.
+    """
     deepspeed: Tree | None
     """Dict that DeepSpeed gets; `None` for plain PyTorch."""
     split: Split
@@ -250,7 +256,7 @@ def load_settings(
 
     Args:
         recipe: YAML that says what is trained: a path, or the name of a shipped file. `None`: the default
-            recipe, in which numbers of the JSON replace those of the file.
+            recipe; numbers that the JSON states replace its own.
         deepspeed: JSON that says how the work is split: a path, or the name of a shipped file. `None`:
             plain PyTorch.
         overrides: `key=value` for the recipe, `ds.key=value` for the JSON.

@@ -86,7 +86,7 @@ class Split:
     parallel: str
     """`deepspeed`; for plain PyTorch `single`, `dp` or `ddp`."""
     zero_stage: int = 0
-    """0 also for plain PyTorch."""
+    """ZeRO stage, 0 to 3; 0 for plain PyTorch."""
     tensor_parallel: int = 1
     """Number of ranks that share each matrix."""
     pipeline_stages: int = 1
