@@ -144,8 +144,13 @@ def _explain(problem: Any, file: ConfigFile) -> str:
         expected = problem["ctx"]["expected_tags"].replace("'custom'", "")
         hint = did_you_mean(tag, re.findall(r"'(\w+)'", expected))
         return f"{start}{tag!r} is no known kind{hint}; your own: package.module:function"
-    if error_type == "missing" or (error_type == "union_tag_not_found" and isinstance(value, dict)):
+    if error_type == "missing":
         return start + "missing"
+    if error_type == "union_tag_not_found" and isinstance(value, dict):
+        in_section = dotted.removesuffix("kind")
+        sections = _iterate_sections("", "", RunConfig)
+        kinds = [kind for prefix, kind, _ in sections if prefix == in_section and kind != "custom"]
+        return f"{start}missing (valid: {', '.join(kinds)}); your own: package.module:function"
     if error_type in ("model_type", "model_attributes_type", "union_tag_not_found"):
         has_hint = dotted in _MAIN_KEY and value
         hint = f"; did you mean {dotted}.{_MAIN_KEY[dotted]}?" if has_hint else ""

@@ -273,7 +273,7 @@ def test_a_missing_section_is_told(load, tmp_path, name):
         ("", "model: expected a section of keys and values, given None"),
         (" 3", "model: expected a section of keys and values, given 3; did you mean model.pretrained?"),
         (" [a]", "model: expected a section of keys and values, given ['a']; did you mean model.pretrained?"),
-        (" {}", "model.kind: missing"),
+        (" {}", "model.kind: missing (valid: causal_lm, cnn); your own: package.module:function"),
         (" {kind: }", "model.kind: missing"),
         (" {kind: 3}", "model.kind: '3' is no known kind"),
         (" {kind: [cnn]}", "model.kind: \"['cnn']\" is no known kind"),
