@@ -182,9 +182,13 @@ class CustomObjectiveConfig(RecipeSection):
 
 
 def _get_tag(value: Any) -> str | None:
-    """Return the tag of a section's class: `auto` for one without a kind; `None` if it is no section."""
-    is_section = isinstance(value, (dict, RecipeSection))
-    return get_kind_tag(value) or ("auto" if is_section else None)
+    """Return the tag of a section's class: `auto` if it has no key `kind`.
+
+    `None` if the value is no section, or its kind is null.
+    """
+    if isinstance(value, dict) and "kind" not in value:
+        return "auto"
+    return get_kind_tag(value)
 
 
 ObjectiveConfig = Annotated[

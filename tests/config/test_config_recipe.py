@@ -286,6 +286,11 @@ def test_a_section_that_is_none(load, tmp_path, new, message):
     assert fails_with(load, tmp_path, old, f"model:{new}\n").startswith(f"recipe.yaml:4: {message}")
 
 
+def test_an_objective_whose_kind_is_null_lists_the_kinds(load, tmp_path):
+    message = fails_with(load, tmp_path, "name: small", "objective: {kind: }")
+    assert message.startswith("recipe.yaml:1: objective.kind: missing (valid: causal_lm, classification, ")
+
+
 @pytest.mark.parametrize("key", ["zero_optimization", "fp16", "bf16", "precision", "offload_optimizer"])
 def test_what_the_deepspeed_json_decides_is_sent_there(load, tmp_path, key):
     message = fails_with(load, tmp_path, "name: small", f"{key}: 1")
