@@ -374,7 +374,7 @@ def test_a_batch_and_an_evaluation_without_a_label_are_events(ends, tmp_path):
     of_steps = [
         message
         for message in told
-        if "the global batch of 1 of 1 steps, first of step 2; samples:" in message
+        if "the global batch of 1 of 1 steps, the first at step 2; samples:" in message
     ]
     assert len(of_steps) == 1
     assert "train " in of_steps[0]

@@ -37,7 +37,7 @@ CONTENDED_LOAD = 1.5  # runnable processes per core above which a run counts as 
 
 @dataclass(frozen=True)
 class RowDetails:
-    """A row with the numbers of each step since the previous row; for an evaluation, only the row."""
+    """A row, and the numbers of each step since the previous row. For an evaluation: only the row."""
 
     row: dict[str, float]
     """Columns of the row as they are written, without `step`."""
@@ -52,9 +52,9 @@ class RowDetails:
     per_rank: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Name -> number of every rank, in order of rank.
 
-    `step`: seconds per step. `data`: seconds of it that read data. `forward` and `backward`: seconds of these
-    phases; missing if ranks wait for each other in them. On a GPU all seconds are those of the previous row,
-    so the first row has none.
+    `step`: seconds per step. `data`: seconds of it in which the rank waits for data. `forward` and
+    `backward`: seconds of these phases; missing if ranks wait for each other in them. On a GPU all seconds
+    are those of the previous row, so the first row has none.
 
     `host` and, on a GPU, `device`: GiB in use. On a CPU `load`: runnable processes per core of the rank's
     machine."""

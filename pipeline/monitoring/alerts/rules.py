@@ -1,8 +1,8 @@
 """Alerts on learning, time and memory, and the table of all alerts.
 
-A healthy run must not raise an alert, since alerts that come without a cause are soon ignored. Other
-processes on a machine slow a run for a while. So alerts on step times, slow ranks and memory judge several
-windows of rows in succession.
+A healthy run must not raise an alert, since users soon ignore alerts without a cause. Other processes on the
+machine may slow a run for a while, so an alert on step times or slow ranks needs several slow windows of rows
+in succession. An alert on memory needs several windows of growth.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ LOG_MIN_POSITIVE = math.log(MIN_POSITIVE)
 
 @dataclass(frozen=True)
 class SpikeThreshold:
-    """Distance above the local level that a spike exceeds: both the ratio and the deviations."""
+    """Minimum distance of a spike from the local level. A spike exceeds both `ratio` and `deviations`."""
 
     ratio: float
-    """Factor above the level."""
+    """Spike value divided by the level."""
     deviations: float
-    """Standard deviations of the logarithm above the level."""
+    """Standard deviations of the logarithm between the level and the spike."""
     deviations_at_first: float
-    """Standard deviations that suffice for a value as high as the run's first one."""
+    """Replaces `deviations` for values that are as high as the first one of the run."""
 
 
 # Chosen so that healthy runs on a CPU have no spikes: shipped recipes, cyclic learning rates, tiny batches,
@@ -166,8 +166,8 @@ class SpikeDetector:
 def estimate_scatter(logs: NDArray[np.float64]) -> float:
     """Return the standard deviation of a series around its moving level.
 
-    The larger of two estimates: one from the differences of neighbours, one from the rises above the local
-    level.
+    It is the larger of two estimates: one from the differences of neighbours, and one from the rises above
+    the local level.
 
     Args:
         logs: Logarithms of the values in order, (values,), at least MIN_VALUES.
@@ -205,7 +205,7 @@ SPIKE_TEXTS = {
         "schedule.warmup; look at the samples of that step",
     ),
 }
-"""Name of a SpikeAlert -> name of its series in the message (norms are those before clipping), and advice."""
+"""Name of a SpikeAlert -> words for its series in the message, and advice."""
 CALM_STEPS = 32  # steps without a spike after which the next spike is reported again
 NO_TARGETS_ADVICE = (
     "look at these samples: their labels are all -100 or have weight 0, which happens if a prompt fills the "
@@ -248,7 +248,7 @@ class NonFiniteAlert:
             "skipped": float(num_skipped),
         }
         if not num_skipped:
-            message = f"the loss of {which} is infinite or NaN, the gradient is not"
+            message = f"the loss of {which} is infinite or NaN, but the gradient is not"
             advice = "check what the objective returns for these batches, and their loss mask"
             return Event("non_finite", message, advice, fields=fields)
         message = f"{which} skipped: the gradient was infinite or NaN"
@@ -307,9 +307,9 @@ class NonFiniteStepLimit:
 
 
 class SpikeAlert:
-    """Reports the first of several spikes; CALM_STEPS steps without a spike must precede the next report.
+    """Reports the first of several spikes, and the next one after CALM_STEPS steps without a spike.
 
-    The count of these steps continues over a resume. A spike between two rows is reported with the next row.
+    Checkpoints include the count of these steps. A spike between two rows is reported with the next row.
     """
 
     def __init__(self, name: str, detector: SpikeDetector) -> None:
@@ -341,8 +341,8 @@ class SpikeAlert:
         series, advice = SPIKE_TEXTS[self.name]
         return Event(
             self.name,
-            f"the {series} of step {step} is {value:.4g}, {value / normal:.1f} times what was normal before "
-            f"({normal:.4g}, up to {limit:.4g})",
+            f"the {series} of step {step} is {value:.4g}, {value / normal:.1f} times its normal level of "
+            f"{normal:.4g} (values above {limit:.4g} count as spikes)",
             advice,
             fields={"at_step": step, "value": value, "normal": normal, "limit": limit},
         )
@@ -357,7 +357,7 @@ class SpikeAlert:
 
 
 def report_no_targets(step: int, details: RowDetails) -> Event | None:
-    """Report evaluation sets and global batches without a target that counts in the loss. An Alert."""
+    """Report evaluation sets and global batches without a target that counts in the loss. See Alert."""
     empty_sets = [
         name.removesuffix("/targets")
         for name, value in details.row.items()
@@ -372,7 +372,8 @@ def report_no_targets(step: int, details: RowDetails) -> Event | None:
         return None
     first = empty_steps[0]
     message = (
-        f"no target counts in the global batch of {len(empty_steps)} of {steps} steps, first of step {first}"
+        f"no target counts in the global batch of {len(empty_steps)} of {steps} steps, the first at step "
+        f"{first}"
     )
     return Event(
         NO_TARGETS, message, NO_TARGETS_ADVICE, fields={"at_step": float(first), "steps": float(steps)}
@@ -380,9 +381,9 @@ def report_no_targets(step: int, details: RowDetails) -> Event | None:
 
 
 class NonFiniteEval:
-    """Reports evaluation metrics that are infinite or NaN, once until they are finite again.
+    """Reports evaluation metrics that become infinite or NaN; again only after they were finite.
 
-    Metrics of a set without a target are left to `report_no_targets`.
+    Ignores metrics of a set without a target, which `report_no_targets` reports.
     """
 
     def __init__(self) -> None:
@@ -433,6 +434,7 @@ class _EvalHistory:
     best: float | None = None
     """Lowest `eval/loss`; `None` before the first evaluation."""
     best_step: int = 0
+    """Step of the evaluation with the lowest `eval/loss`."""
     train_at_best: float | None = None
     """Mean training loss before the best evaluation; `None` if no step preceded it."""
     rises: int = 0
@@ -442,7 +444,7 @@ class _EvalHistory:
 
 
 class EvalDivergence:
-    """Reports once that eval/loss rises while train/loss falls. A new best evaluation allows another report.
+    """Reports that eval/loss rises while train/loss falls, once until the next best evaluation.
 
     Checkpoints include the history, since evaluations may be hours apart.
     """
@@ -509,7 +511,7 @@ class EvalDivergence:
 
 RISE_EVERY = 64  # number of steps between two checks of the loss
 RISE_WINDOW = 32  # number of newest steps that define the level of the loss and its scatter
-EARLY_STEPS = 40  # a jump is searched in the steps from 2 to this one
+EARLY_STEPS = 40  # the alert looks for a jump in the steps from 2 to this one
 # The height of a jump is the geometric mean of the JUMP_LOWEST lowest of JUMP_STEPS consecutive losses: one
 # bad batch is not a jump.
 JUMP_STEPS = 8
@@ -569,21 +571,21 @@ class LossRise:
         deviation = estimate_scatter(np.log(self._recent))
         is_confirmed = self._evaluated * math.exp(deviation) >= self._first
         deviations = CONFIRMED_DEVIATIONS if is_confirmed else UNCONFIRMED_DEVIATIONS
-        began = max(self._first, self._evaluated)
+        initial_loss = max(self._first, self._evaluated)
         chance_factor = math.exp(deviation * deviations)
         highest_jump = _find_jump(self._early) if step == RISE_EVERY else 0.0
-        jump_factor = SMALL_JUMP_FACTOR if level > UNCHANGED_SHARE * began else RISE_FACTOR
-        has_jumped = highest_jump > max(jump_factor, chance_factor) * began
-        has_risen = level > max(RISE_FACTOR, chance_factor) * began
+        jump_factor = SMALL_JUMP_FACTOR if level > UNCHANGED_SHARE * initial_loss else RISE_FACTOR
+        has_jumped = highest_jump > max(jump_factor, chance_factor) * initial_loss
+        has_risen = level > max(RISE_FACTOR, chance_factor) * initial_loss
         if not has_jumped and not has_risen:
             return None
         self._is_reported = True
         jump = f", after {highest_jump:.4g} for {JUMP_STEPS} steps" if has_jumped else ""
         return Event(
             self.name,
-            f"the loss rose: it began with {began:.4g} and is {level:.4g} at step {step}{jump}",
+            f"the loss rose: it began with {initial_loss:.4g} and is {level:.4g} at step {step}{jump}",
             "lower optimizer.learning_rate, raise schedule.warmup, or lower optimizer.max_grad_norm",
-            fields={"at_step": step, "value": level, "began": began},
+            fields={"at_step": step, "value": level, "began": initial_loss},
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -606,7 +608,7 @@ class LossRise:
 
 
 def _find_jump(losses: Sequence[float]) -> float:
-    """Return the highest jump over JUMP_STEPS consecutive losses; 0 if there are fewer losses."""
+    """Return the height of the highest jump (see JUMP_STEPS); 0 for fewer than JUMP_STEPS losses."""
     logs = [math.log(loss) for loss in losses]
     windows = (sorted(logs[start : start + JUMP_STEPS]) for start in range(len(logs) - JUMP_STEPS + 1))
     return max((math.exp(fmean(window[:JUMP_LOWEST])) for window in windows), default=0.0)
@@ -749,7 +751,7 @@ class _RowWindow:
         self._rows: list[RowDetails] = []
 
     def add(self, row: RowDetails) -> list[RowDetails]:
-        """Add a row that has the seconds of a step.
+        """Add a row, whose `per_rank` must have `step`.
 
         Returns:
             The rows of the window if it is full now, else an empty list. The next row starts a new window.
@@ -770,7 +772,7 @@ def _sum_steps(rows: Sequence[RowDetails]) -> int:
 
 
 def _sum_seconds(rows: Sequence[RowDetails]) -> float:
-    """Return the seconds of all steps, on the slowest rank of each row."""
+    """Return the total seconds of all steps, each row timed by its slowest rank."""
     return sum(row.steps * max(row.per_rank["step"]) for row in rows)
 
 
@@ -798,7 +800,7 @@ class DataStarvation:
         self._starved_windows = 0
 
     def __call__(self, step: int, details: RowDetails) -> Event | None:
-        """See Alert. The median rank is checked."""
+        """See Alert. Checks the wait of the median rank."""
         if self._is_reported or "data" not in details.per_rank:
             return None
         rows = self._window.add(details)
@@ -833,15 +835,15 @@ SLOWDOWN_FACTOR = 1.5
 
 @dataclass(frozen=True)
 class _StepTimes:
-    """Times of the median row of a window, in seconds per step of its slowest rank."""
+    """Medians over the rows of a window, in seconds per step. Each row counts with its slowest rank."""
 
     step: float
     data: float
-    """Part of `step` that waits for data."""
+    """Seconds in which a step waits for data."""
 
 
 class ThroughputDrop:
-    """Reports steps that take much longer than before for minutes, and again after they recovered.
+    """Reports that steps take much longer than before, for minutes. Reports again only after a recovery.
 
     A resumed run starts afresh: its machines, disks and ranks may differ.
     """
@@ -853,7 +855,7 @@ class ThroughputDrop:
         self._is_reported = False
 
     def __call__(self, step: int, details: RowDetails) -> Event | None:
-        """See Alert. The median row of a window is checked."""
+        """See Alert. Checks the median over the rows of a window."""
         if "step" not in details.per_rank:
             return None
         rows = self._window.add(details)
@@ -950,12 +952,12 @@ class _Comparison:
 
 
 class SlowRank:
-    """Names a rank that is slower than others with the same work, once for each rank and phase.
+    """Reports a rank that is slower than others with the same work, once for each rank and phase.
 
-    Steps take equally long on all ranks, so ranks are compared by the time in which they wait for no other
-    rank: the phases of `RowDetails.per_rank`. With tensor or sequence parallelism or synchronised batch
-    normalisation ranks wait for each other in each layer, so only reading data is compared there. A resumed
-    run starts afresh: its ranks may be on other machines.
+    Steps take equally long on all ranks. So the alert compares only phases in which a rank waits for no other
+    rank: those of `RowDetails.per_rank`. With tensor or sequence parallelism, or with synchronised batch
+    normalisation, ranks wait for each other in each layer. There only the time for data is compared. A
+    resumed run starts afresh: its ranks may be on other machines.
     """
 
     def __init__(self, everyone: Sequence[RankProcess], share: float, stages: int = 1):
@@ -1041,17 +1043,21 @@ class SlowRank:
         )
 
     def _list_comparisons(self, phase_seconds: PhaseSeconds) -> Iterator[_Comparison]:
-        """Yield the comparisons: reading data over all ranks, and computing within each pipeline stage."""
-        everyone = range(len(phase_seconds["data"]))
+        """Yield the comparisons.
+
+        With one stage: all phases over all ranks. With several: data over all ranks, and the other phases
+        within each stage.
+        """
+        all_ranks = range(len(phase_seconds["data"]))
         if self._stages == 1:
-            yield _Comparison(phase_seconds, everyone, "the median rank")
+            yield _Comparison(phase_seconds, all_ranks, "the median rank")
             return
-        yield _Comparison({"data": phase_seconds["data"]}, everyone, "the median rank")
+        yield _Comparison({"data": phase_seconds["data"]}, all_ranks, "the median rank")
         computing = {phase: seconds for phase, seconds in phase_seconds.items() if phase != "data"}
-        ranks_per_stage = len(everyone) // self._stages
+        ranks_per_stage = len(all_ranks) // self._stages
         if computing and ranks_per_stage > 1:
-            for first in everyone[::ranks_per_stage]:
-                stage = everyone[first : first + ranks_per_stage]
+            for first in all_ranks[::ranks_per_stage]:
+                stage = all_ranks[first : first + ranks_per_stage]
                 yield _Comparison(computing, stage, "the median rank of its stage")
 
 
@@ -1069,13 +1075,13 @@ def _average_phases(rows: Sequence[RowDetails]) -> dict[str, list[float]]:
 
 
 def _find_slowest(comparison: _Comparison) -> _SlowestRank:
+    """Return the rank with the most seconds in all phases, and its phase that exceeds the median most."""
     seconds = comparison.seconds
-    totals = {rank: sum(of_phase[rank] for of_phase in seconds.values()) for rank in comparison.ranks}
+    ranks = comparison.ranks
+    totals = {rank: sum(by_rank[rank] for by_rank in seconds.values()) for rank in ranks}
     median_total = median_low(totals.values())
-    slowest = max(comparison.ranks, key=lambda rank: totals[rank])
-    medians = {
-        phase: median_low(of_phase[rank] for rank in comparison.ranks) for phase, of_phase in seconds.items()
-    }
+    slowest = max(ranks, key=lambda rank: totals[rank])
+    medians = {phase: median_low(by_rank[rank] for rank in ranks) for phase, by_rank in seconds.items()}
     phase = max(seconds, key=lambda phase: seconds[phase][slowest] - medians[phase])
     return _SlowestRank(
         rank=slowest,
@@ -1233,7 +1239,10 @@ class WatchedRun:
 
     @property
     def reports_spikes(self) -> bool:
-        """Return whether spikes are reported. If `watch.on_spike` is `skip`, rows contain no spikes."""
+        """Return whether spikes are reported.
+
+        If `watch.on_spike` is `skip`, the safeguard skips such steps, so rows contain no spikes.
+        """
         on_spike = self.config.watch.on_spike
         return on_spike != "skip" and (self.wants_alerts or on_spike != "log")
 
@@ -1241,7 +1250,7 @@ class WatchedRun:
     def reports_frozen(self) -> bool:
         """Return whether frozen parameters are reported.
 
-        They are not with offload to NVMe, from which reading all parameters takes minutes.
+        False with offload to NVMe, since reading all parameters from there takes minutes.
         """
         keys = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
         devices = [get_dotted(self.resolved.deepspeed or {}, key) for key in keys]
@@ -1283,8 +1292,8 @@ ALERTS = {
         lambda run: FrozenParameters(run.engine.shards, run.job.gather_object), attrgetter("reports_frozen")
     ),
 }
-"""Name of the event -> its alert, in the order in which alerts are applied. For a custom alert, write a
-callback (`callbacks` of the recipe): it can return an event."""
+"""Name of the alert's event -> the alert, in the order in which alerts are applied. These are the built-in
+alerts; a custom alert is a callback (`callbacks` of the recipe), which can return an event."""
 
 
 @unmap_freed_tensors()  # returns the memory of the temporary tensors of the checksums to the system

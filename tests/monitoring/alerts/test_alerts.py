@@ -107,7 +107,7 @@ TOLD: dict[str, tuple[Callable[[], Any], list[RowDetails], list[tuple[int, str]]
     "a spike between two rows": (
         losses,
         of_losses(*[[2.0] * 10] * 5, [2.0, 2.0, 7.0, 6.0, *[2.0] * 6], [2.0] * 10),
-        [(60, "loss_spike: the loss of step 53 is 7, 3.5 times what was normal")],
+        [(60, "loss_spike: the loss of step 53 is 7, 3.5 times its normal level")],
     ),
     "a spike soon after another": (
         losses,
