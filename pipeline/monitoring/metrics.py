@@ -1,7 +1,8 @@
 """Meters of losses, rates, memory, devices and wall time. Callers pass the clock.
 
-Only reading a row and the event at the end of a run wait for the device. Each row makes one all-reduce, which
-sums the losses and gathers the numbers that every rank measures itself, such as its seconds and memory.
+The host waits for the device only when it reads a row, and for the event at the end of a run. Each row makes
+one all-reduce, which sums the losses and gathers the numbers that every rank measures itself, such as its
+seconds and memory.
 """
 
 from __future__ import annotations
@@ -168,12 +169,12 @@ class WallTime:
         price: float | None = None,
         communicates: bool = False,
     ):
-        """Start measuring.
+        """Start measuring; until `begin` is called, time counts as startup.
 
         Args:
             phases: Phases of the engine's steps.
             clock: Clock of the phases.
-            earlier: Time and cost of the run's earlier processes.
+            earlier: Time and cost of the run's earlier processes; `None` for none.
             devices: Number of devices of all ranks together.
             price: Price of one device per hour, in any currency; `None` if unknown, and then rows have no
                 cost.
@@ -192,7 +193,7 @@ class WallTime:
         self.begin()
 
     def begin(self) -> None:
-        """Start the training loop: the time until now counts as startup."""
+        """End the startup and start the training loop."""
         self._startup_seconds = self._clock() - self.start_time
         self.phases.restart()
         self._loop_began = self.phases.began
@@ -296,8 +297,8 @@ class Workload:
     means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Additional means that the objective reports; see Objective.means."""
     recomputed_flops: Callable[[], float] = float
-    """Function that returns the FLOPs of one sample that the backward recomputes. Each row of metrics calls
-    it, since the first step may choose how many blocks are recomputed."""
+    """Function that returns the FLOPs of one sample that the backward recomputes; 0 by default. Each row of
+    metrics calls it, since the first step may choose how many blocks are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -422,9 +423,9 @@ def memory_columns(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[
 class Meters:
     """Measures the steps between two rows.
 
-    The loss share, count, norm and skipped flag of each step stay on the device until the row. Its one
-    all-reduce sums the loss shares of all steps. So every rank's alerts know every step's exact loss, and
-    steps neither wait for the device nor communicate.
+    The loss share (this rank's part of the loss sum), count, norm and skipped flag of each step stay on the
+    device until the next row. Then one all-reduce sums the loss shares of all these steps. So every rank's
+    alerts know every step's exact loss, and measuring a step neither waits for the device nor communicates.
     """
 
     def __init__(

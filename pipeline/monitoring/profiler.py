@@ -68,7 +68,7 @@ class StepProfiler:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Run one step inside the profiler if it is in the range. Other steps cost nothing."""
+        """Return a context manager around a step, which is profiled if it is in the range."""
         self._step = step
         if self._profile is not None:
             self._profile.step_num = step - 1  # `step` adds 1; a step may repeat after a rollback
@@ -137,7 +137,11 @@ class StepProfiler:
             action()
         except Exception as error:  # a full disk, or a driver without counters: training continues
             self._profile = None
-            log.warning("the profile is not written (%s: %s)", type(error).__name__, summarize_error(error))
+            log.warning(
+                "the profile is not written (%s: %s); training continues without it",
+                type(error).__name__,
+                summarize_error(error),
+            )
 
 
 def format_most_expensive(averages: Any, key: str) -> str:

@@ -228,7 +228,7 @@ function showFailures() {
 function showTexts() {
   const settings = rowsOf("settings");
   const differing = settings.filter(([, ...values]) => new Set(values).size > 1);
-  $("runs").replaceChildren(table([...rowsOf("facts"), ...rowsOf("figures"), ...differing]));
+  $("runs").replaceChildren(table([...rowsOf("facts"), ...rowsOf("last_and_best"), ...differing]));
   fillSection("settings", "Settings", table(settings));
   fillSection("phases", "Wall time by phase, s", table(rowsOf("phases", shareCell)));
   fillSection("sources", "Samples by data source", table(rowsOf("sources", shareCell)));

@@ -100,7 +100,7 @@ def encode_runs(paths: Sequence[Path], ended: bool = False) -> str:
     """
     runs = [read_run(path, ended) for path in paths]
     for run in runs:
-        run.figures = describe_last_and_best(run.record)
+        run.last_and_best = describe_last_and_best(run.record)
     if len({run.name for run in runs}) < len(runs):
         for number, run in enumerate(runs, 1):
             run.name += f" ({number})"

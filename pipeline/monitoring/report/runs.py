@@ -43,9 +43,8 @@ from pipeline.monitoring.trackers.jsonl import METRICS_FILE, MetricsFileError, i
 from pipeline.redaction import redact, redact_text
 
 MAX_CURVES = 400  # maximum number of columns of a metrics.jsonl that are read
-MAX_EVENTS = (
-    400  # maximum length of the lists of events, alerts and samples; entries in the middle are removed
-)
+MAX_EVENTS = 400
+"""Maximum length of each list of events, alerts or samples; entries in the middle are removed."""
 SUMMARY_COLUMNS = (
     "train/loss",
     "train/accuracy",
@@ -79,7 +78,7 @@ class RunRecord:
     num_left_out: Counter[str] = field(default_factory=Counter)
     """Name of a list (`alerts`, `events` or `samples`) -> number of entries removed beyond MAX_EVENTS."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds of all rows; also the rest of the run's wall time."""
+    """Phase -> seconds of all rows. `startup, shutdown, dropped steps` is the rest of the wall time."""
     sources: dict[str, float] = field(default_factory=dict)
     """Data source -> number of its samples, up to the last row."""
     step: int = 0
@@ -105,7 +104,7 @@ def read_record(path: Path) -> RunRecord:
     # Keys of a row -> the numbers of all rows with these keys, in one array: floats of Python would take
     # gigabytes. A row's own numbers follow its line number and its position.
     rows: dict[tuple[str, ...], array[float]] = {}
-    for line_number, row in enumerate(lines):
+    for line_number, row in enumerate(lines, 1):
         record.last = row
         if "event" in row:
             _add_event(record, row)
@@ -120,7 +119,9 @@ def read_record(path: Path) -> RunRecord:
                 (line_number, *_get_position(record), *row.values())
             )
         except OverflowError:  # an integer with more than 308 digits
-            raise MetricsFileError(f"{path}: a number is larger than a float can be") from None
+            raise MetricsFileError(
+                f"{path}:{line_number}: a number is larger than a float can be; delete this line"
+            ) from None
     for name in ("alerts", "events", "samples"):
         entries = getattr(record, name)
         if len(entries) > MAX_EVENTS:
@@ -321,7 +322,7 @@ class RunReport:
     settings: dict[str, str]
     """Dotted key -> value of recipe.yaml, of ds_config.json (under `ds.`), and `world_size`."""
     record: RunRecord
-    figures: dict[str, str] = field(default_factory=dict)
+    last_and_best: dict[str, str] = field(default_factory=dict)
     """Main metric -> its last and best value, in words."""
 
 
@@ -533,7 +534,7 @@ def record_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
 def explain_kill(directory: Path, peak_gib: float) -> str:
     """Return the evidence that a process was killed for memory; empty if there is none.
 
-    Serves the report and the next start of a run. While a run is alive, its other ranks (`diagnosis.py`) and
+    The report and the next start of a run call it. While a run is alive, its other ranks (`diagnosis.py`) and
     the guard of a launch script (`node_guard.py`) report a killed rank immediately.
 
     The kernel's log names killed processes of this machine. If it names no rank of the run, the resident

@@ -177,7 +177,9 @@ def iterate_record(path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if invalid is not None:
-                    raise MetricsFileError(f"{path}:{invalid[0]}: not a row of metrics: {invalid[1][:60]!r}")
+                    raise MetricsFileError(
+                        f"{path}:{invalid[0]}: not a row of metrics: {invalid[1][:60]!r}; delete this line"
+                    )
                 row = _decode(line)
                 if row is None:
                     invalid = (number, line.rstrip(b"\n"))
@@ -294,8 +296,8 @@ def _is_evaluation(row: Mapping[str, float], step: int) -> bool:
 
 def _build_write_error(path: Path, error: OSError) -> MetricsFileError:
     return MetricsFileError(
-        f"{path}: cannot write the run's metrics ({error.strerror or error}); free some space, then the same "
-        "command resumes from the newest checkpoint"
+        f"{path}: cannot write the run's metrics ({error.strerror or error}); free some space or make the "
+        "file writable, then the same command resumes from the newest checkpoint"
     )
 
 

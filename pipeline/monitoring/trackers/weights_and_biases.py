@@ -70,13 +70,12 @@ ENVIRONMENT_VARIABLES = {
     "job_type": "WANDB_JOB_TYPE",
 }
 """Key of the section `wandb`, which is also an argument of `wandb.init` -> W&B's variable for it."""
-_MODES = {
-    "dryrun": "offline",
-    "run": "online",
-    "shared": "online",
-}  # wandb's other names -> the mode used here
+_MODES = {"dryrun": "offline", "run": "online", "shared": "online"}
+"""Other mode of wandb -> the mode that is used instead."""
 MAX_HASHED_BYTES = 2**20
+"""Size below which a JSON file of a checkpoint is hashed for its artifact."""
 STOPPED = "stopped, and training continues without it"
+"""Words for `_run_safely` about a failure during training."""
 
 
 def open_wandb(
@@ -115,7 +114,11 @@ def open_wandb(
             return None
         (run_dir / "wandb").mkdir(exist_ok=True)
         if (lacking := explain_lack_of_space(run_dir / "wandb")) is not None:
-            logger.warning("W&B is left out: %s; metrics.jsonl has every row", lacking)
+            logger.warning(
+                "W&B is left out: %s; metrics.jsonl has every row; free some space, and the run sends "
+                "all rows to W&B when it resumes",
+                lacking,
+            )
             return None
         arguments = build_run_arguments(config, run_name, run_dir, run_config)
         run, last_logged_step = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
@@ -217,8 +220,8 @@ class WandbTracker:
     def tell(self, step: int, event: Event) -> None:
         """Process an event.
 
-        A rollback shifts the W&B step, and a sample joins the table. A warning or an error becomes an alert,
-        of which W&B suppresses repeated ones. The traceback of a failed run is also in the run's summary.
+        A rollback shifts the W&B step, and a sample joins the table. A warning or an error becomes an alert.
+        W&B suppresses repeated alerts. The traceback of a failed run is also in the run's summary.
         """
         if event.name == ROLLBACK:
             self._send()
@@ -320,7 +323,12 @@ def build_upload_command(*words: str | Path) -> str:
 
 
 def _run_safely(what: str, action: Callable[[], T]) -> T | None:
-    """Run the action and return its result. After a failure of W&B, log one line and return `None`."""
+    """Run the action and return its result. After a failure of W&B, log one line and return `None`.
+
+    Args:
+        what: Words that follow "W&B" in the log line, such as STOPPED.
+        action: Function that calls W&B.
+    """
     try:
         return action()
     # Any error: wandb communicates with another process and over the network, and raises many types
@@ -370,7 +378,7 @@ def build_run_arguments(
 
     Args:
         config: The section `wandb` of the recipe; W&B's variables replace the keys it omits.
-        run_name: Default group of the run, if neither of them names one.
+        run_name: Default group of the run, if neither the recipe nor W&B's variable names one.
         run_dir: Directory of the run.
         run_config: Configuration to show.
     """

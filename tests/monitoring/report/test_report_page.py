@@ -107,7 +107,7 @@ def test_last_and_best_values(make_run):
         [make_run(lines=[*lines, {"step": 4, "eval/loss": 1.5}, {"step": 4, "own/loss": 1.0}])]
     )
     run = json.loads(encoded)["runs"][0]
-    assert run["figures"] == {
+    assert run["last_and_best"] == {
         "train/loss": "5 at step 4; lowest 4 at step 2",
         "eval/loss": "1.5 at step 4, the lowest",
         "train/accuracy": "5 at step 4; highest 9 at step 1",
@@ -115,7 +115,7 @@ def test_last_and_best_values(make_run):
     }
     assert run["facts"]["not finite"] == "train/loss 1, train/accuracy 1"
     lost = json.loads(encode_runs([make_run("lost", [row(1, loss="Infinity")])]))["runs"][0]
-    assert lost["figures"]["train/loss"] == "inf at step 1"
+    assert lost["last_and_best"]["train/loss"] == "inf at step 1"
 
 
 @pytest.mark.slow

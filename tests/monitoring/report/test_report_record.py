@@ -89,10 +89,12 @@ def test_a_damaged_line_is_named_and_a_torn_last_one_left_out(make_run, damaged)
     path.write_bytes(good + damaged)
     assert read_record(path).step == 1
     path.write_bytes(good + damaged.rstrip(b"\n") + b"\n" + good)
-    with pytest.raises(MetricsFileError, match="jsonl:2: not a row of metrics"):
+    with pytest.raises(MetricsFileError, match=r"jsonl:2: not a row of metrics: .*; delete this line"):
         read_record(path)
 
 
 def test_a_number_that_no_float_can_be(make_run):
-    with pytest.raises(MetricsFileError, match="larger than a float"):
+    with pytest.raises(
+        MetricsFileError, match="jsonl:1: a number is larger than a float can be; delete this line"
+    ):
         read_record(make_run(lines=[row(1) | {"own": 10**400}]) / "metrics.jsonl")
