@@ -901,7 +901,7 @@ SUSPECTED_STEPS = 16
 # processes per core for up to 6 s.
 SUSPECTED_SECONDS = 0.3
 MIN_LOST_SHARE = 0.05  # minimum share of the step for which the other ranks wait
-CONTENDED_SHARE = 0.25  # minimum share by which a rank is slower if ranks share cores with other processes
+CONTENDED_SHARE = 0.25  # lower limit of SlowRank's `share` while the load exceeds CONTENDED_LOAD
 COMPARED_PHASES = {
     "data": "reading data",
     "forward": "its forward",
@@ -964,7 +964,8 @@ class SlowRank:
         """Create the alert.
 
         Args:
-            everyone: All ranks, in order.
+            everyone: Processes of all ranks, in order of rank, to name them in messages; empty without a
+                process group.
             share: Minimum share by which the compared phases of a slow rank take longer than those of the
                 median rank: 0.15 is 15 %.
             stages: Number of pipeline stages. Ranks of one stage are consecutive and have the same work.
@@ -1031,7 +1032,7 @@ class SlowRank:
             "slow_rank",
             f"{self._everyone[slow.rank]} is slow: {COMPARED_PHASES[slow.phase]} takes "
             f"{1000 * slow.seconds:.0f} ms a step ({slow.median_rank}: {1000 * slow.median_seconds:.0f} ms); "
-            f"the others wait for it {1000 * (slow.seconds - slow.median_seconds):.0f} of every "
+            f"the others wait for it {1000 * slow.lost:.0f} of every "
             f"{1000 * step_seconds:.0f} ms",
             PHASE_ADVICE[slow.phase],
             fields={
