@@ -26,8 +26,10 @@ LOWEST_EXPONENT = -40
 HIGHEST_EXPONENT = 10
 _BINS_PER_SIGN = HIGHEST_EXPONENT - LOWEST_EXPONENT
 BINS = 2 * _BINS_PER_SIGN + 1
+"""Number of bins: the bin of 0, and equally many for each sign."""
 _MAGNITUDES = 2.0 ** np.arange(LOWEST_EXPONENT, HIGHEST_EXPONENT + 1)
 EDGES = np.concatenate([-_MAGNITUDES[::-1], _MAGNITUDES])
+"""Edges of the bins in ascending order, (BINS + 1,). The two smallest magnitudes enclose the bin of 0."""
 CHUNK_SIZE = 2**22  # values counted at a time: limits temporary memory, and fp32 counts stay exact
 
 

@@ -390,10 +390,10 @@ class MemoryMeter:
         return columns | host
 
     def read_in_use(self) -> dict[str, float]:
-        """Return the GiB in use by this process.
+        """Return the GiB that this process uses, as in RowDetails.per_rank.
 
-        `host` is its private memory now, without mapped files. `device` is the peak of the GPU since the
-        last row.
+        `host` is its private memory now, without mapped files. `device` is the peak that it allocated on the
+        GPU since the last row.
         """
         memory = psutil.Process().memory_info()
         used = {"host": (memory.rss - getattr(memory, "shared", 0)) / GIB}  # `shared` is missing on macOS

@@ -56,8 +56,8 @@ class RowDetails:
     `backward`: seconds of these phases; missing if ranks wait for each other in them. On a GPU all seconds
     are those of the previous row, so the first row has none.
 
-    `host` and, on a GPU, `device`: GiB in use. On a CPU `load`: runnable processes per core of the rank's
-    machine."""
+    `host`: GiB of private memory of the rank's process. On a GPU `device`: peak GiB allocated since the
+    previous row. On a CPU `load`: runnable processes per core of the rank's machine."""
 
     @cached_property
     def steps(self) -> int:

@@ -79,9 +79,9 @@ class SpikeDetector:
     from differences of neighbours, which a falling loss does not increase. Logarithms suit losses and
     gradient norms: these are positive, scatter in proportion to their size, and have a long upper tail.
 
-    A loss that fell to a hundredth of its beginning scatters harmlessly by factors of thousands. So values
-    below FLOOR_SHARE of the beginning are never spikes. A series with a negative value in its window has no
-    ratios, so it has no spikes.
+    Once a loss has fallen to a hundredth of its first values, a jump by a factor of 1,000 may be harmless. So
+    values below FLOOR_SHARE of the first values' median are never spikes. A series with a negative value in
+    its window has no ratios, so it has no spikes.
     """
 
     def __init__(self, threshold: SpikeThreshold) -> None:
