@@ -1,6 +1,6 @@
 """The training loop, which decides when to step, log, evaluate, save and stop.
 
-It calls the components of a run; how they compute and in which files they write, only they know.
+It calls the components of a run. It does not know how they compute, nor which files they write.
 """
 
 from __future__ import annotations
@@ -157,11 +157,11 @@ class RunSchedule:
     grace_seconds: float | None
     """Seconds from a signal to stop until the scheduler kills the process; `None` if there is no limit."""
     owes_evaluation: bool = False
-    """Whether the step that the run starts at still needs its evaluation: the first step, or a step whose
-    evaluation was cut off by a stop."""
+    """Whether this process begins with an evaluation: of the untrained model, or of a checkpoint whose
+    evaluation was due and did not take place."""
     rows_behind: int = 0
-    """Number of steps that are launched before a row is read: 1 on a GPU, which still computes the row; 0 on
-    a CPU, or if the run may roll back."""
+    """Number of further steps that are launched before a row is read: 1 on a GPU, which still computes the
+    row; 0 on a CPU, or if the run may roll back."""
 
 
 @dataclass(frozen=True)
@@ -234,13 +234,13 @@ class TrainLoop:
 
     From the first step to the last, a signal requests a stop. The request is sent as a flag with the token
     count of a step, and takes effect once all ranks have read it. On CUDA the flags are read two steps late,
-    so that the host never waits for the device. As a context manager the loop ends pending saves on exit;
-    after an exception it waits for no other rank.
+    so that the host never waits for the device. As a context manager the loop waits on exit for a pending
+    save; after an exception it waits for no other rank.
 
     Args:
         parts: Components of the run.
         gc_freezer: Freezes the objects that exist after the first step; `None` to freeze nothing.
-        profiled: Context manager that wraps each step, given its number.
+        profiled: Function that returns a context manager around the step of the given number.
     """
 
     def __init__(
@@ -310,7 +310,10 @@ class TrainLoop:
         return (self._stop.signal_number or signal.SIGTERM) if self._stopped else None
 
     def grace_left(self) -> float:
-        """Return the seconds left until the kill after a signal to stop; infinite without a limit."""
+        """Return the seconds until the scheduler kills the process.
+
+        Infinite if the recipe sets no limit, or before a signal to stop.
+        """
         grace = self._schedule.grace_seconds
         if grace is None or self._stop.signal_time is None:
             return math.inf
@@ -434,7 +437,7 @@ class TrainLoop:
             CheckpointError: The checkpoint cannot be written, or the run has made no step yet.
         """
         if self.state.global_step == 0:
-            raise CheckpointError("a run has nothing to save before its first step")
+            raise CheckpointError("the run has nothing to save before its first step; make a step first")
         self._save(waits=True)
         self._observe_saves()
         return self._parts.checkpoints.folder / folder_name(self.state.global_step)

@@ -1,4 +1,4 @@
-"""Runs one optimizer step that counts, with its samples, learning rate, random numbers and flags."""
+"""Makes one optimizer step that counts, with its samples, learning rate, random numbers and flags."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StepOutcome(NamedTuple):
 
 @dataclass
 class TrainStep:
-    """Steps the engine. All calls are collective. A field is `None` if the recipe does not ask for it."""
+    """Makes optimizer steps until one counts. Collective. A field is `None` if the recipe has no use for it."""
 
     engine: Engine
     objective: Objective
@@ -63,12 +63,12 @@ class TrainStep:
     safeguard: Safeguard
     """Decides whether a step counts."""
     recovery: Recovery
-    """Reports broken replicas and searches for the cause of a non-finite step."""
+    """Reports replicas that differ, and searches for the cause of a non-finite step."""
     replica_check: ReplicaCheck | None = None
     histograms: HistogramMeter | None = None
     callbacks: CallbackRunner | None = None
     profiled: StepContext = nullcontext
-    """Context manager that wraps each step, given its number."""
+    """Function that returns a context manager around the step of the given number."""
 
     def __post_init__(self) -> None:
         source = self.source
@@ -77,16 +77,17 @@ class TrainStep:
         )
         self._flag_reader = FlagReader(self.engine.device)
 
-    def run(self, global_step: int, alarm: PeriodicTimer | None) -> StepOutcome:
+    def run(self, global_step: int, save_timer: PeriodicTimer | None) -> StepOutcome:
         """Make optimizer steps until one counts: usually the first, unless the safeguard skips batches.
 
         Args:
             global_step: Number of optimizer steps completed.
-            alarm: Timer that requests checkpoints; `None` on other ranks than 0, or if the recipe has none.
+            save_timer: Timer that requests checkpoints; `None` on ranks other than 0, or without
+                `checkpoint.every_minutes`.
 
         Raises:
             NonFiniteLossError, StoppedError: Too many steps in a row were skipped.
-            DeviceFailedError: Replicas differ, and the recipe ends the run for it.
+            DeviceFailedError: Replicas differ, and `watch.on_corruption` is `stop`.
         """
         engine = self.engine
         source = self.source
@@ -96,7 +97,7 @@ class TrainStep:
         while True:
             self.progress.start_activity("step", global_step)
             first_sample = source.samples_seen
-            with phases.measure("data"):  # on a GPU, the time for which it waits while the host reads
+            with phases.measure("data"):  # on a GPU, the time that it waits for the host
                 micro_batches = source.next_group()
             samples = (first_sample, source.samples_seen)
             if self.replica_check is not None:
@@ -108,7 +109,7 @@ class TrainStep:
             seed_step(self.seed, global_step, engine.seed_rank)
             # The flags are summed over all ranks together with the step's token count.
             flags = STOP_FLAG if self.stop.signal_number is not None else 0
-            if not flags and alarm is not None and alarm.due():
+            if not flags and save_timer is not None and save_timer.due():
                 flags = SAVE_FLAG
             if self.callbacks is not None:
                 for request in self.callbacks.take_requests():
@@ -126,7 +127,7 @@ class TrainStep:
             if corruption is not None:
                 self.recovery.report_corruption(global_step, corruption)
             requests |= self._flag_reader.read(result.flags)
-            if self.safeguard.accepts_step(global_step + 1, result, samples, self.recovery.describe):
+            if self.safeguard.accepts_step(global_step + 1, result, samples, self.recovery.describe_samples):
                 return StepOutcome(result, requests, learning_rate)
             if self.safeguard.is_nonfinite:
                 self.recovery.find_nonfinite_cause(global_step + 1, samples)
@@ -134,5 +135,5 @@ class TrainStep:
                 return StepOutcome(None, requests, learning_rate)
 
     def forget_requests(self) -> None:
-        """Discard the ranks' requests that are not read yet, from steps that a rollback undid."""
+        """Discard the requests that are not read yet, because a rollback undid their steps."""
         self._flag_reader = FlagReader(self.engine.device)
