@@ -180,7 +180,7 @@ class CallbackRunner:
         self._job = job
         self._tell = tell
         self.evaluated_at = -1
-        """Step of the last evaluation, also of one before a resume."""
+        """Step of the last evaluation, also of one before a resume; -1 if there was none."""
         self._possible = {"save", "stop", *(["evaluate"] if has_eval else [])}
         self._open: set[str] = set()
         # Open requests that other ranks have received or will receive with the flags of a step.
@@ -220,7 +220,7 @@ class CallbackRunner:
             now: Argument of the method.
 
         Raises:
-            CallbackError: A callback raised an exception, or returned something else than an answer.
+            CallbackError: A callback raised an exception, or returned neither `None` nor an `Answer`.
         """
         requests: set[str] = set()
         for name, callback in self._callbacks:
@@ -249,7 +249,7 @@ class CallbackRunner:
         return set(self._job.broadcast_object(sorted(requests)))
 
     def take_requests(self) -> set[str]:
-        """Return the requests to send with the flags of the next step, each once. Empty on other ranks."""
+        """Return the requests to send with the flags of the next step, each once. Empty if not on rank 0."""
         new = self._open - self._sent
         self._sent |= new
         return new
@@ -321,7 +321,7 @@ def import_callbacks(config: RunConfig) -> list[tuple[str, Callable[[], Callback
     """Return name and constructor of each callback of a recipe: early stopping, then the section `callbacks`.
 
     Raises:
-        ConfigError: An import path is wrong, or names no callback.
+        ConfigError: An import path is wrong, or names no callback, or `args` do not fit its constructor.
     """
     constructors: list[tuple[str, Callable[[], Callback]]] = []
     if config.early_stopping is not None:
@@ -348,7 +348,7 @@ def _import_constructor(config: CallbackConfig) -> Callable[[], Callback]:
         raise ConfigError(f"callbacks: {config.kind} is no subclass of pipeline.Callback")
     if all(getattr(cls, moment) is getattr(Callback, moment) for moment in MOMENTS):
         raise ConfigError(
-            f"callbacks: {config.kind} overrides no method of Callback; write one of {', '.join(MOMENTS)}"
+            f"callbacks: {config.kind} overrides no method of Callback; override one of {', '.join(MOMENTS)}"
         )
     message = f"callbacks: {config.kind} cannot be called with its args"
     check_signature(cls, message, ConfigError, **config.args)

@@ -1,4 +1,4 @@
-"""Compares digests of state that several ranks hold alike, to detect broken memory or a broken device.
+"""Compares digests of state that is equal on several ranks, to detect broken memory or a broken device.
 
 A rank that computes wrong numbers shows no other sign: no error, and a loss that looks normal.
 pipeline/engine/replicas.py defines what is compared.
@@ -32,7 +32,7 @@ class ReplicaCheck:
 
     Args:
         job: Ranks of the job.
-        replicas: Replicated state of this rank; `None` if no other rank holds the same.
+        replicas: Replicated state of this rank; `None` if no other rank has a copy.
         watch: Section `watch` of the recipe, with the interval and the action.
         start: Number of steps completed at the start, whose values were read from verified files.
     """
@@ -81,7 +81,7 @@ class ReplicaCheck:
             self._replicas.begin(self._is_compared)
 
     def end(self, step: int) -> Event | None:
-        """Compare replicas after a step, if it is one of `watch.compare_every`.
+        """Compare replicas after a step, if `watch.compare_every` says so.
 
         Args:
             step: Argument of the preceding call of `begin`.

@@ -57,9 +57,9 @@ def run_rank(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
         deepspeed: DeepSpeed's configuration, see pipeline.training.api.join_job.
 
     Returns:
-        0 if the run finished, 1 for an unexpected error, 2 for wrong input, 12 if memory ran out, 14 if the
-        device failed, 128 + n if signal n stopped it. The watchdog exits with 124 if the run hung or lost a
-        rank.
+        0 if the run finished, 1 for an unexpected error or one in a callback, 2 for wrong input or a run that
+        `watch` ended, 12 if memory ran out, 14 if the device failed, 128 + n if signal n stopped it. The
+        watchdog exits with 124 if the run hung or lost a rank.
     """
     context: JobContext | None = None
     try:
@@ -193,8 +193,8 @@ def _end_with_failure(
         _write_report(context)  # after the message, which does not have to wait for the report
     if ranks.world_size > 1 or code == DeviceFailedError.exit_code:
         # The launcher ends every rank when the first one exits, so the rank that shows the failure needs time
-        # to finish. `_exit` skips the process group's destructor, which would wait for peers, and CUDA's,
-        # which abort after a device failure with an exit code of their own.
+        # to finish. `_exit` skips the destructor of the process group, which would wait for peers, and the
+        # destructors of CUDA, which abort after a device failure with another exit code.
         if not shows_failure:
             # The watchdog, if there is one, exits with the job's code during this time.
             time.sleep(3 if watchdog is None else MAX_SHUTDOWN_SECONDS)

@@ -47,16 +47,17 @@ ACTION_KEYS = {
 class Safeguard:
     """Decides which steps count, and when a run skips a batch, rolls back or stops.
 
-    A skipped step leaves no trace but that its batch is used up. `global_step` does not advance, and learning
-    rate and random numbers depend on it.
+    A skipped step changes no weights, and its batch is not read again. `global_step` does not advance, so the
+    next batch gets the same learning rate and the same seed.
 
     Args:
         watch: Section `watch` of the recipe.
-        steps_kept: Number of latest steps whose samples are remembered, at least those between two rows.
+        steps_per_row: Number of steps between two log rows. An alert may report a step that is this old, so
+            the samples of so many steps and of `watch.rollback_steps` more are remembered.
         tell: Receives the step and the event of a skipped batch.
     """
 
-    def __init__(self, watch: WatchConfig, steps_kept: int, tell: EmitEvent):
+    def __init__(self, watch: WatchConfig, steps_per_row: int, tell: EmitEvent):
         self._watch = watch
         self._tell = tell
         self.reads_steps = "skip" in (watch.on_spike, watch.on_nonfinite)
@@ -69,7 +70,7 @@ class Safeguard:
         self.is_nonfinite = False
         """Whether the last skipped step had an infinite or NaN loss or gradient."""
         # Pairs of step and positions of its samples in the data order, [first, last).
-        self._samples: deque[tuple[int, tuple[int, int]]] = deque(maxlen=steps_kept + watch.rollback_steps)
+        self._samples: deque[tuple[int, tuple[int, int]]] = deque(maxlen=steps_per_row + watch.rollback_steps)
         self._excluded: list[tuple[int, int]] = []  # positions that rollbacks excluded, [first, last) each
         self._rollbacks_in_a_row = 0
         self._last_bad_step = 0
@@ -86,7 +87,7 @@ class Safeguard:
 
     @property
     def limits(self) -> StepLimits | None:
-        """Limits of the next step; `None` if every step with a finite gradient counts."""
+        """Limits above which the engine refuses the next step; `None` if the recipe skips no step."""
         if not self.reads_steps:
             return None
         if self._watch.on_spike != "skip":
@@ -96,9 +97,9 @@ class Safeguard:
     def accepts_step(
         self, step: int, result: StepResult, samples: tuple[int, int], describe: Callable[[int, int], str]
     ) -> bool:
-        """Return whether a step counts. If steps may be skipped, this synchronizes with the device.
+        """Return whether a step counts, and report a skipped one.
 
-        A skipped step is reported.
+        If steps may be skipped, this synchronizes with the device.
 
         Args:
             step: Number of the step if it counts.
@@ -241,7 +242,7 @@ class Safeguard:
         return max(request.step - self._watch.rollback_steps, 0)
 
     def exclude_samples(self, request: RollbackRequested) -> list[tuple[int, int]]:
-        """Exclude the samples of the steps up to a bad one, and forget the samples of all steps.
+        """Exclude the samples of `watch.rollback_steps` steps, the bad one last; forget those of all steps.
 
         Returns:
             Positions that no later step may read, for this rollback and all before it: intervals
@@ -315,7 +316,7 @@ class Recovery:
         self._replayable = self.source if isinstance(self.source, ReplayableSource) else None
         self._num_searches = 0
 
-    def describe(self, first: int, last: int) -> str:
+    def describe_samples(self, first: int, last: int) -> str:
         """Return a description of the samples at [first, last) of the data order, for a message."""
         return UNKNOWN_SAMPLES if self._replayable is None else self._replayable.describe(first, last)
 
@@ -330,7 +331,7 @@ class Recovery:
         """
         if event.name == NO_TARGETS and "at_step" in event.fields:
             samples = self.safeguard.find_samples(int(event.fields["at_step"]))
-            description = UNKNOWN_SAMPLES if samples is None else self.describe(*samples)
+            description = UNKNOWN_SAMPLES if samples is None else self.describe_samples(*samples)
             event = replace(event, message=f"{event.message}; samples: {description}")
         self.trackers.tell(step, event)
         if event.name == "non_finite" and event.level != "info":
@@ -341,7 +342,9 @@ class Recovery:
         return self.safeguard.act_on_alert(step, event)
 
     def roll_back(self, request: RollbackRequested, abandoned: int) -> dict[str, Any]:
-        """Restore the newest checkpoint before a bad step, and exclude the samples of the steps up to it.
+        """Restore a checkpoint before the bad step, and exclude the samples of the steps up to the bad one.
+
+        The checkpoint is the newest that is at least `watch.rollback_steps` before the bad step.
 
         Args:
             request: Bad step and the event that reported it.
@@ -386,8 +389,8 @@ class Recovery:
             event: Event of the comparison, see ReplicaCheck.end.
 
         Raises:
-            DeviceFailedError: The recipe ends the run. Before that, checkpoints after the last comparison
-                without a difference are marked, so that no run resumes from them.
+            DeviceFailedError: `watch.on_corruption` is `stop`. Before that, checkpoints after the last
+                comparison without a difference are marked, so that no run resumes from them.
         """
         check = self.replica_check
         assert check is not None
@@ -403,7 +406,7 @@ class Recovery:
     def find_nonfinite_cause(self, step: int, samples: tuple[int, int]) -> None:
         """Repeat a bad step and report which tensor was infinite or NaN first, see NonFiniteCauseSearch.
 
-        Good steps measure nothing for this, and the repeated step leaves no trace. Does nothing after
+        Good steps measure nothing for this, and the repeated step changes nothing. Does nothing after
         MAX_CAUSE_SEARCHES searches, or if the source cannot read batches again.
 
         Args:

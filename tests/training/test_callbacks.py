@@ -328,7 +328,7 @@ def test_the_command_shows_one_line_and_the_log_has_the_traceback(tmp_path, capf
         ({"callbacks": ["test_callbacks:Unrelated"]}, "Unrelated is no subclass of pipeline.Callback"),
         (
             {"callbacks": ["test_callbacks:Misnamed"]},
-            "Misnamed overrides no method of Callback; write one of run_begins, after_row",
+            "Misnamed overrides no method of Callback; override one of run_begins, after_row",
         ),
         ({"callbacks": ["test_callbacks:Scripted"]}, "cannot be called with its args: missing a required"),
         ({"callbacks": ["no_such_module:C"]}, "there is no module 'no_such_module'"),
