@@ -139,7 +139,7 @@ def explain_failures(
 
     Args:
         device: Device that the block computes on.
-        advise: Returns what would need less memory.
+        advise: Returns the advice for a shortage of memory.
 
     Raises:
         DeviceMemoryError, DeviceFailedError: The original exception of torch or the system is the cause.
@@ -348,7 +348,7 @@ class Run:
             ModelError: The model is no language model, or the prompt is longer than its context.
         """
         if self._data.tokenizer is None:
-            raise ModelError("the model writes no text; that is for language models (model.kind: causal_lm)")
+            raise ModelError("this model writes no text; only language models do (model.kind: causal_lm)")
         settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
         engine = self._parts.engine
         tokenizer = self._data.tokenizer
@@ -400,7 +400,7 @@ class Run:
         stack = self._stack
         self._stack = ExitStack()
         if error is None and self.stopped_by is not None:
-            # Half of the grace period: the report and the process's exit need time, too.
+            # Half of the remaining grace period: the report and the process's exit need time, too.
             self._parts.trackers.close(128 + self.stopped_by, at_most=self._loop.grace_left() / 2)
         stack.__exit__(kind, error, trace)
 

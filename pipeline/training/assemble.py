@@ -386,7 +386,7 @@ def assemble(
         checkpoint_state=checkpoint_state,
     )
     replica_check = ReplicaCheck(job, engine.replicas, config.watch, start.global_step)
-    # On a GPU a row is read one step later, so that no step waits; a rollback needs the row at once.
+    # On a GPU a row is read one step later, so that no step waits; a rollback needs the row immediately.
     rows_behind = int(engine.device.type == "cuda" and not safeguard.rolls_back)
     histograms_every = config.wandb.histograms_every
     peak_learning_rate = config.optimizer.learning_rate or suggest_learning_rate(engine.module)

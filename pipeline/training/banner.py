@@ -42,7 +42,7 @@ def generate_banner_lines(
     job = parts.job
     engine = parts.engine
     data = settings.config.data
-    # Of this rank's shard, which has about the same share of trained parameters as the whole model.
+    # Counted on this rank's shard: its share of trained parameters is about that of the whole model.
     parameters = list(engine.module.parameters())
     num_elements = sum(count_elements(parameter) for parameter in parameters)
     num_trained = sum(count_elements(parameter) for parameter in parameters if parameter.requires_grad)

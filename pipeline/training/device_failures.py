@@ -119,7 +119,7 @@ class TrainingAdvice:
         May run on another thread than training.
         """
         with suppress(PipelineError, RuntimeError, MemoryError):  # the training thread may change the engine
-            return f"what helps, most first: {'; '.join(self(MemoryShortage('cpu')).changes)}"
+            return f"what helps, best first: {'; '.join(self(MemoryShortage('cpu')).changes)}"
         return diagnosis.advise()
 
     def _forecast_changes(self, shortage: MemoryShortage) -> tuple[str, list[ConfigChange]] | None:
@@ -145,7 +145,7 @@ class TrainingAdvice:
         device = describe_device(self.job.device)
         ranks = self.job.ranks.world_size
         for change in list_candidates(self.settings, self.settings.resolve(ranks, device), device):
-            if change.kind == BACK_TO_DEVICE:
+            if change.kind == BACK_TO_DEVICE:  # needs more memory of the device
                 continue
             with suppress(PipelineError, OSError):
                 self.settings.with_arguments(change.overrides).resolve(ranks, device)
@@ -174,8 +174,8 @@ class TrainingAdvice:
         """Return the memory that this rank uses, by owner, as a text.
 
         Call this while the exception still references its stack frames, which keep the activations alive. The
-        engine's tensors are counted once per storage. The rest is attributed to activations: of the allocated
-        memory, or on a CPU of the memory that became resident since the model was built.
+        engine's tensors are counted once per storage. On a GPU the rest of the allocated memory counts as
+        activations; on a CPU, the rest of the memory that became resident since the model was built.
 
         Returns:
             `None` before there is an engine, or if its memory cannot be counted.
@@ -231,7 +231,7 @@ def advise_on_files(shortage: MemoryShortage) -> MemoryAdvice:
 
 
 def list_outside_remedies(kind: str) -> list[str]:
-    """Return remedies outside of the process, for memory of kind `cuda` or `cpu`."""
+    """Return remedies that change nothing in the run itself, for memory of kind `cuda` or `cpu`."""
     if kind == "cuda":
         return [
             "a GPU that no other process uses (nvidia-smi), or a larger one",
@@ -305,6 +305,7 @@ def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_memory_error(error: BaseException) -> bool:
+    """Return whether an exception means that memory ran out. Its causes are not searched."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
@@ -318,6 +319,7 @@ def _describe_shortage(
     device: torch.device,
     advise: Callable[[MemoryShortage], MemoryAdvice],
 ) -> str:
+    """Return the message of a DeviceMemoryError: place, numbers, owners of the memory, and advice."""
     # The message of the CPU's allocator has bytes.
     text = re.sub(r"(\d+) bytes", lambda match: format_bytes(int(match[1])), str(error))
     if isinstance(error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text:
@@ -346,7 +348,7 @@ def _describe_shortage(
     facts = [", ".join(numbers) or summarize_error(error), *advice.facts]
     return (
         f"out of memory on {device}{during}{advice.circumstances}, at {place}: {'; '.join(facts)}. What "
-        f"helps, most first: {'; '.join(changes)}"
+        f"helps, best first: {'; '.join(changes)}"
     )
 
 

@@ -115,8 +115,8 @@ def build_expectation(
         resolved: Resolved settings.
         job: Ranks of the job.
         data: Data of the run, for the size of the vocabulary.
-        module: Model of the engine. It is measured if the recipe does not describe its shapes and the split
-            is not by tensor or pipeline parallelism, where a rank has only a part of each or of some layers.
+        module: Model of the engine. If the recipe does not describe the model's shapes, they are measured on
+            it. With tensor or pipeline parallelism they are not: a rank has only a part of the model.
     """
     length = config.data.tokens_per_row
     is_complete = resolved.split.tensor_parallel * resolved.split.pipeline_stages == 1

@@ -131,7 +131,7 @@ def predict_share(size: int, tried: TrialResults) -> float:
 
 
 def next_trial(candidates: Sequence[int], tried: TrialResults, guess: int | None) -> int | None:
-    """Return the size to try next; `None` if `find_largest_fitting` is the answer.
+    """Return the size to try next; `None` if the largest size that fits is known well enough.
 
     The first trial is a quarter of the guess, which may be twice too large, or else the smallest candidate. A
     second trial at a neighboring size gives the slope of the memory per row. From then on the largest size
@@ -311,7 +311,7 @@ class MicroBatchSearch:
     guess: int | None = None
     """The planner's estimate of the largest size that fits; `None` without one."""
     limit: int | None = None
-    """Bytes that a rank may use; `None` for its share of the device's free memory and what it uses now."""
+    """Bytes that a rank may use; `None` for what it uses now plus its share of the device's free memory."""
 
     def __post_init__(self) -> None:
         self._memory = PeakMemory(self.job.device, self.job.ranks.local_world_size)
@@ -438,10 +438,11 @@ class MicroBatchSearch:
         return self.job.gather_object(use)
 
     def _read_batches(self, plan: BatchPlan) -> list[Batch]:
-        """Return the micro-batches of a step, with real rows."""
+        """Return the micro-batches of one step of the plan, with rows of the training data."""
         loader = self.build_loader(plan)
         config = self.config
-        num_groups = GROUPS_READ if ":" in config.data.kind else 1
+        is_custom = ":" in config.data.kind  # an import path of the user's own data set
+        num_groups = GROUPS_READ if is_custom else 1
         groups = [loader.read_again(number * plan.global_batch_size) for number in range(num_groups)]
         group = max(groups, key=_count_bytes)
         return group if config.model.neftune_alpha is None else add_noise_keys(group, config.seed, 0)
@@ -464,7 +465,7 @@ class MicroBatchSearch:
 
     @contextmanager
     def _record_trial(self, size: int) -> Iterator[None]:
-        """Record a trial on the disk while it runs, so that the next start knows of one that never ended."""
+        """Record a trial in the cache file while it runs, so that the next start finds a killed one."""
         cache = self._cache
         job = self.job
         failed_before = cache.failed
@@ -497,12 +498,12 @@ class MicroBatchSearch:
         """Return one line with the sizes tried, their memory and the choice."""
         limit = min(use.limit for use in self._tried[size])
         peaks = ", ".join(
-            f"{each} {max(use.peak for use in uses) / GIB:.2f}" for each, uses in self._tried.items()
+            f"{max(use.peak for use in uses) / GIB:.2f} at {each}" for each, uses in self._tried.items()
         )
         line = f"micro_batch_size {size}, found by trials (GiB of the fullest rank): {peaks}; "
         line += f"a step may take {USABLE_SHARE * limit / GIB:.2f} of {limit / GIB:.2f}"
         if not fits_every_rank(self._tried[size]):
-            line += "; no smaller size is possible, and this one takes more"
+            line += "; this size takes more, and no smaller one is possible: the run may run out of memory"
         return f"{line}; saved in {self._cache.file}"
 
     def _describe_conditions(self) -> dict[str, Any]:

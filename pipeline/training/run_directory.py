@@ -103,7 +103,7 @@ BASE_PATHS = ("model.pretrained", "model.weights", "data.tokenizer.pretrained")
 
 
 def _select_identity(recipe: Tree, split: Tree) -> Tree:
-    """Return the values that identify a run: settings with equal ones train the same.
+    """Return the values that identify a run: with equal values, two runs train the same.
 
     Args:
         recipe: Recipe of the run, with all defaults.
@@ -156,7 +156,10 @@ def find_differences(path: Path, config: RunConfig, split: Tree) -> list[RunDiff
             json.loads(read_regular_file(path / "split.json", MAX_CONFIGURATION_BYTES)),
         )
     except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
-        raise CheckpointError(f"recipe.yaml or split.json in {path} cannot be read") from None
+        raise CheckpointError(
+            f"recipe.yaml or split.json in {path} cannot be read, so this run cannot be resumed; restore the "
+            "file, or start another run"
+        ) from None
     now = _select_identity(
         yaml.load(format_recipe_yaml(config), Loader=YamlLoader), json.loads(json.dumps(split))
     )
@@ -311,11 +314,13 @@ def _choose_and_lock(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
         _prepare_resume(earlier, config, split)
         return earlier, lock
     if config.run_dir is not None:
-        raise CheckpointError(f"run_dir {earlier} is in use by another process")
+        raise CheckpointError(
+            f"run_dir {earlier} is in use by another process; end that process, or set another run_dir"
+        )
     if resume == "required" and earlier is None:
         raise CheckpointError(
             f"checkpoint.resume is required, but {config.runs_dir} has no unfinished run of this recipe with "
-            f"the name {config.name!r}"
+            f"the name {config.name!r}; to start a new run, set checkpoint.resume=auto"
         )
     if resume == "required":
         raise CheckpointError(
@@ -374,7 +379,7 @@ def _create_directory(config: RunConfig) -> tuple[Path, FileLock]:
 
 
 def _get_lock_timeout() -> float:
-    """Return the seconds to wait for the lock: a restarted job's predecessor may still be ending."""
+    """Return the seconds to wait for the lock: RESTART_SECONDS in a restarted job, otherwise 0."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
     return RESTART_SECONDS if restarts or "SLURM_RESTART_COUNT" in os.environ else 0.0
 
@@ -459,7 +464,7 @@ def _log_nearest_run(others: list[tuple[Path, list[RunDifference]]]) -> None:
 
 
 def _record_changes(path: Path, checkpoint: str, differences: list[RunDifference]) -> None:
-    """Log which settings change from a checkpoint on, and copy the recipe so far.
+    """Log which settings change from a checkpoint on, and copy recipe.yaml before it is replaced.
 
     Args:
         path: Directory of the run.

@@ -53,7 +53,7 @@ class Safeguard:
     Args:
         watch: Section `watch` of the recipe.
         steps_per_row: Number of steps between two log rows. An alert may report a step that is this old, so
-            the samples of so many steps and of `watch.rollback_steps` more are remembered.
+            the samples of that many steps and of `watch.rollback_steps` more are remembered.
         tell: Receives the step and the event of a skipped batch.
     """
 

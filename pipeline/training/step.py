@@ -45,7 +45,7 @@ class StepOutcome(NamedTuple):
 
 @dataclass
 class TrainStep:
-    """Makes optimizer steps until one counts. Collective. A field is `None` if the recipe has no use for it."""
+    """Makes optimizer steps until one counts. Collective. A field is `None` if the recipe does not use it."""
 
     engine: Engine
     objective: Objective

@@ -146,7 +146,7 @@ def test_a_text_for_which_there_is_no_memory(text_run, call, monkeypatch):
     code, out, (error,) = call("generate", text_run, "--prompt", "a", "--max-new-tokens", 9)
     assert (code, out) == (12, "")
     assert error.startswith("error: out of memory on cpu while text is generated, at ")
-    assert "most first: fewer tokens (max_new_tokens, now 9); a shorter prompt" in error
+    assert "best first: fewer tokens (max_new_tokens, now 9); a shorter prompt" in error
 
 
 @pytest.mark.parametrize(

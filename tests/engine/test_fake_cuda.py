@@ -355,7 +355,7 @@ def test_a_run_that_is_out_of_memory_on_a_gpu_says_what_helps(tmp_path):
     assert run.returncode == 12, run.stdout + run.stderr
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: out of memory on cuda:0 in the forward")
-    assert "What helps, most first: batch.micro_batch_size=" in line
+    assert "What helps, best first: batch.micro_batch_size=" in line
 
 
 class Reading(CausalLM):

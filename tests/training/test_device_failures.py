@@ -50,7 +50,7 @@ def test_the_numbers_and_what_to_change():
     )
     assert numbers in str(error)
     levers = (
-        "most first: batch.micro_batch_size=3 batch.gradient_accumulation_steps=6 (the same step with 3",
+        "best first: batch.micro_batch_size=3 batch.gradient_accumulation_steps=6 (the same step with 3",
         "model.activation_checkpointing=full",
         "ds.zero_optimization.stage=3 (",
     )
@@ -256,7 +256,7 @@ def test_a_run_and_an_evaluation_from_python_raise_ours_with_torchs_as_its_cause
 
 EVALUATION = (
     r"^error: out of memory on cpu in an evaluation at micro_batch_size 8, at \S+faults.py:\d+ in _cause .*: "
-    r"asked for 2.50 GiB, of 79.11 GiB in all, 1.81 GiB were free, 70.12 GiB allocated, .*most first: "
+    r"asked for 2.50 GiB, of 79.11 GiB in all, 1.81 GiB were free, 70.12 GiB allocated, .*best first: "
     r"batch.micro_batch_size=4 \(now 8\)"
 )
 
@@ -281,4 +281,4 @@ def test_one_that_loads_no_model(evaluated, monkeypatch, capsys, tmp_path):
     assert "out of memory on cpu while weights are read, at" in error_in(capsys.readouterr().err)
     monkeypatch.setattr("pipeline.cli.checkpoints.find_run_directory", no_room)
     assert main(["checkpoints", str(evaluated[1]), "verify"]) == 12
-    assert "What helps, most first: to end other processes" in error_in(capsys.readouterr().err)
+    assert "What helps, best first: to end other processes" in error_in(capsys.readouterr().err)

@@ -153,7 +153,7 @@ def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
 MEMORY = (
     r"^\[rank 1\] error: out of memory on cpu in the forward at micro_batch_size 8, at \S+faults.py:\d+ .*: "
     r"asked for 4294967296.00 GiB, it used .* GiB .* in use; this rank's memory: .* temporaries.*. "
-    r"What helps, most first: batch.micro_batch_size=4 "
+    r"What helps, best first: batch.micro_batch_size=4 "
     r"batch.gradient_accumulation_steps=2 \(the same step with 2 times"
 )
 ASSERTED = (

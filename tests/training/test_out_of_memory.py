@@ -32,7 +32,7 @@ def hungry(folder, **arguments):
 
 def advice(text):
     """The words of the first change."""
-    (words,) = re.findall(r"[Ww]hat helps, most first: (.*?) \(", text)
+    (words,) = re.findall(r"[Ww]hat helps, best first: (.*?) \(", text)
     return shlex.split(words)
 
 
