@@ -151,7 +151,7 @@ def list_local_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, 
 def _build_recomputed_flops(
     language: CausalLMConfig | None, engine: Engine, length: int | None
 ) -> Callable[[], float]:
-    """Return a function that counts the FLOPs of a row that its backward recomputes.
+    """Return a function that counts the FLOPs that the backward of a row recomputes.
 
     Only matrix products count. `selective` recomputation stores their results, so it recomputes none.
     """

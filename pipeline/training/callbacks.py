@@ -187,7 +187,7 @@ class CallbackRunner:
         self._sent: set[str] = set()
         # Requests that were sent before a resume, for `run_begins`.
         self._sent_before_resume: set[str] = set()
-        self.reason = ""
+        self.stop_reason = ""
         """Reason to stop the run, known only on rank 0; empty if there is none."""
         self._initial_states = self._collect_states()
 
@@ -210,13 +210,13 @@ class CallbackRunner:
         self.mark_done("evaluate")
         return requests - {"evaluate"}
 
-    def call(self, moment: str, now: Moment) -> set[str]:
+    def call(self, method: str, now: Moment) -> set[str]:
         """Call one method of every callback, report their alerts, and open and return their requests.
 
         Does nothing on ranks other than 0.
 
         Args:
-            moment: Name of the method, one of MOMENTS.
+            method: Name of the method, one of MOMENTS.
             now: Argument of the method.
 
         Raises:
@@ -224,8 +224,8 @@ class CallbackRunner:
         """
         requests: set[str] = set()
         for name, callback in self._callbacks:
-            with _name_failures(f"{name}.{moment} at step {now.step}"):
-                answer = getattr(callback, moment)(now)
+            with _name_failures(f"{name}.{method} at step {now.step}"):
+                answer = getattr(callback, method)(now)
                 if answer is None:
                     continue
                 if not isinstance(answer, Answer):
@@ -234,7 +234,7 @@ class CallbackRunner:
                     self._report_alert(now.step, answer.alert)
             requests |= answer.requests & self._possible
             if answer.stop:
-                self.reason = self.reason or f"{name}: {answer.stop}"
+                self.stop_reason = self.stop_reason or f"{name}: {answer.stop}"
         self._open |= requests
         return requests
 
@@ -259,7 +259,7 @@ class CallbackRunner:
         self._open -= set(requests)
         self._sent -= set(requests)
         if "stop" in requests:
-            self.reason = ""
+            self.stop_reason = ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. Only rank 0's value is complete."""
@@ -267,7 +267,7 @@ class CallbackRunner:
             "states": self._collect_states(),
             "open": sorted(self._open),
             "sent": sorted(self._sent),
-            "reason": self.reason,
+            "reason": self.stop_reason,
             "evaluated_at": self.evaluated_at,
         }
 
@@ -297,7 +297,7 @@ class CallbackRunner:
         self._open = set(state.get("open", []))
         self._sent = set()
         self._sent_before_resume = set(state.get("sent", []))
-        self.reason = state.get("reason", "")
+        self.stop_reason = state.get("reason", "")
 
 
 @contextmanager

@@ -291,14 +291,14 @@ class TrainLoop:
             handle_alert=self._recovery.handle_alert,
             on_row=self._after_row if parts.callbacks is not None else None,
         )
-        self._evaluation: dict[str, float] | None = None
+        self._evaluation: dict[str, float] | None = None  # row of the last evaluation by this process
         self._evaluated_at = parts.callbacks.evaluated_at if parts.callbacks is not None else -1
-        self._requests = Flags()
+        self._requests = Flags()  # requests of callbacks and of the save timer that are not done yet
         self._write_seconds = 0.0  # of the last completed save
         self._signals = ExitStack()
         self._has_begun = False
-        self._stopped = False
-        self._is_over = False
+        self._stopped = False  # whether all ranks agreed to stop because of a signal
+        self._is_over = False  # whether no further step can be made, for any reason
         self.is_finished = False
         """Whether the run has made and saved its last step."""
         self.stopped_early = ""
@@ -640,9 +640,9 @@ class TrainLoop:
         """Report the reason why the run ends early. Only rank 0 knows it."""
         callbacks = self._parts.callbacks
         step = self.state.global_step
-        if callbacks is not None and callbacks.reason:
-            self.stopped_early = callbacks.reason
-            message = f"the run ends at step {step} of {self._schedule.max_steps}: {callbacks.reason}"
+        if callbacks is not None and callbacks.stop_reason:
+            self.stopped_early = callbacks.stop_reason
+            message = f"the run ends at step {step} of {self._schedule.max_steps}: {callbacks.stop_reason}"
             self._parts.trackers.tell(step, Event(STOPPED_EARLY, message, level="info"))
 
     def _build_checkpoint_state(self) -> dict[str, Any]:
