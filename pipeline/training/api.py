@@ -132,7 +132,7 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
 
 
 @contextmanager
-def explain_failures(
+def translate_device_failures(
     device: torch.device, advise: Callable[[MemoryShortage], MemoryAdvice]
 ) -> Iterator[None]:
     """Translate device failures inside the `with` block. Also usable as a decorator.
@@ -189,9 +189,9 @@ class Run:
             self._settings = settings
             self._job = joined.job
             self._data = joined.data
-            self._explain = partial(explain_failures, self._job.device)
+            self._translate_failures = partial(translate_device_failures, self._job.device)
             self._advice = TrainingAdvice(settings, self._job, read_memory_usage().resident)
-            stack.enter_context(self._explain(self._advice))
+            stack.enter_context(self._translate_failures(self._advice))
             self._advice.forecast = partial(forecast_on_this_machine, self._job, self._data)
             config = settings.config
             resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))
@@ -312,12 +312,12 @@ class Run:
             NonFiniteLossError: Too many steps in a row had an infinite or NaN gradient.
             PipelineError: Something else that the user gave cannot be used, such as a row of the data.
         """
-        with self._explain(self._advice):
+        with self._translate_failures(self._advice):
             return self._loop.step()
 
     def train(self) -> None:
         """Make all remaining steps, or those until a stop (`stopped_by`). Raises the errors of `step`."""
-        with self._explain(self._advice):
+        with self._translate_failures(self._advice):
             self._loop.train()
 
     def evaluate(self) -> dict[str, float] | None:
@@ -334,7 +334,7 @@ class Run:
                 "data: nothing is held out to evaluate on; data.eval_fraction=0.1 holds out a tenth of the "
                 "documents"
             )
-        with self._explain(self._advice):
+        with self._translate_failures(self._advice):
             return self._loop.evaluate()
 
     def generate(
@@ -352,7 +352,7 @@ class Run:
         settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
         engine = self._parts.engine
         tokenizer = self._data.tokenizer
-        with self._explain(partial(advise_on_generation, max_new_tokens)):
+        with self._translate_failures(partial(advise_on_generation, max_new_tokens)):
             return generate_text(engine, tokenizer, prompt, settings, is_question=self._has_chat_template)
 
     def sample(self) -> str | None:
@@ -365,7 +365,7 @@ class Run:
         tokenizer = self._data.tokenizer
         if tokenizer is not None and config.sample.max_new_tokens:
             engine = self._parts.engine
-            with self._explain(partial(advise_on_generation, config.sample.max_new_tokens)):
+            with self._translate_failures(partial(advise_on_generation, config.sample.max_new_tokens)):
                 sample = sample_text(engine, self._data, config)
                 self._sample = None if sample is None else sample.prompt + sample.text
         return self._sample
@@ -376,7 +376,7 @@ class Run:
         Raises:
             CheckpointError: The checkpoint cannot be written, or the run has made no step yet.
         """
-        with self._explain(self._advice):
+        with self._translate_failures(self._advice):
             return self._loop.save()
 
     def close(self) -> None:
@@ -466,7 +466,7 @@ def evaluate(
     data = from_checkpoint.read_data(opened)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     advise = partial(advise_on_evaluation, opened.micro_batch_size, opened.sequence_length)
-    with explain_failures(job.device, advise):
+    with translate_device_failures(job.device, advise):
         return from_checkpoint.evaluate(opened, job, data)
 
 
@@ -505,8 +505,8 @@ def generate(
     tokenizer = from_checkpoint.load_tokenizer(opened)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
-    with explain_failures(job.device, partial(advise_on_generation, max_new_tokens)):
+    with translate_device_failures(job.device, partial(advise_on_generation, max_new_tokens)):
         return from_checkpoint.generate(opened, job, tokenizer, prompt, settings)
 
 
-export = explain_failures(torch.device("cpu"), advise_on_files)(export_weights)
+export = translate_device_failures(torch.device("cpu"), advise_on_files)(export_weights)

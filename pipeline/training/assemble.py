@@ -415,7 +415,7 @@ def assemble(
         callbacks=build_callbacks(
             config, job, trackers.tell, checkpoint_state, has_eval=eval_loader is not None
         ),
-        tell_sample=build_text_sampler(engine, data, config, trackers.tell),
+        report_sample=build_text_sampler(engine, data, config, trackers.tell),
     )
 
 

@@ -208,7 +208,7 @@ class RunComponents:
     histograms: HistogramMeter | None = None
     """Histograms of weights and gradients."""
     callbacks: CallbackRunner | None = None
-    tell_sample: Callable[[int], None] | None = None
+    report_sample: Callable[[int], None] | None = None
     """Function that generates and reports a sample after the evaluation of a step. Collective."""
 
 
@@ -599,8 +599,8 @@ class TrainLoop:
                 assert rollback is None  # only alerts about training request a rollback
                 self._evaluation = row
                 self._evaluated_at = step
-                if parts.tell_sample is not None:
-                    parts.tell_sample(step)
+                if parts.report_sample is not None:
+                    parts.report_sample(step)
                 if parts.callbacks is not None:
                     self._add_requests(
                         parts.callbacks.after_evaluation(self._build_moment(parts.callbacks, metrics=row))

@@ -93,7 +93,7 @@ IGNORED_KEYS = {
 IGNORED_LOG_KEYS = ("tensorboard", "sinks", "console", "price_per_device_hour")
 # Keys of split.json that are compared, with their names among the recipe's keys.
 COMPARED_SPLIT_KEYS = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}
-FINGERPRINT = COMPARED_SPLIT_KEYS["data"]
+FINGERPRINT_KEY = COMPARED_SPLIT_KEYS["data"]
 # Keys that may change when `run_dir` names the run.
 MAY_CHANGE = ("max_steps", "max_epochs", "early_stopping", "optimizer", "schedule")
 MAY_NOT_CHANGE = ("optimizer.kind",)  # the checkpoint has this optimizer's state
@@ -125,7 +125,7 @@ class RunDifference(NamedTuple):
     """Difference of two runs in one key."""
 
     key: str
-    """Key of the recipe, dotted as on the command line, or FINGERPRINT."""
+    """Key of the recipe, dotted as on the command line, or FINGERPRINT_KEY."""
     then: Any
     """Value of the earlier run."""
     now: Any
@@ -134,7 +134,7 @@ class RunDifference(NamedTuple):
     """Whether the key is a path of an adapter's base."""
 
     def __str__(self) -> str:
-        if self.key == FINGERPRINT:
+        if self.key == FINGERPRINT_KEY:
             return "its data was different"
         return f"{self.key} was {self.then}, is {self.now}"
 
@@ -169,7 +169,7 @@ def find_differences(path: Path, config: RunConfig, split: Tree) -> list[RunDiff
     ]
     if any(difference.key.startswith("data.") and not difference.is_base_path for difference in differences):
         # A changed key of `data` already explains the changed fingerprint.
-        return [difference for difference in differences if difference.key != FINGERPRINT]
+        return [difference for difference in differences if difference.key != FINGERPRINT_KEY]
     return differences
 
 
@@ -449,7 +449,7 @@ def _log_nearest_run(others: list[tuple[Path, list[RunDifference]]]) -> None:
             continue
         if all(map(may_change, differences)):
             remedy = f"run_dir={shlex.quote(str(path))}"
-        elif all(difference.key != FINGERPRINT for difference in differences):
+        elif all(difference.key != FINGERPRINT_KEY for difference in differences):
             remedy = " ".join(difference.override for difference in differences)
         else:
             remedy = "restore the files it was trained on"
