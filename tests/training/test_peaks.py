@@ -15,13 +15,13 @@ MIB = 2**20
 def test_a_peak_is_that_of_its_own_stretch():
     peaks = PeakMemory(torch.device("cpu"), 1)
     peaks.begin()
-    before = peaks.now()
+    before = peaks.read_current()
     torch.ones(16 * MIB)  # 64 MiB, gone at once
     assert 60 * MIB < peaks.read_and_reset() - before < 90 * MIB
     torch.ones(4 * MIB)
     assert peaks.read_and_reset() - before < 40 * MIB
-    assert peaks.limit() > before
-    assert PeakMemory(torch.device("cpu"), 2).limit() < peaks.limit()
+    assert peaks.read_limit() > before
+    assert PeakMemory(torch.device("cpu"), 2).read_limit() < peaks.read_limit()
 
 
 def test_states_of_a_refused_step_are_in_memory_and_unchanged():
