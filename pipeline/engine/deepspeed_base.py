@@ -58,7 +58,7 @@ class EngineProcessGroups:
     that uses it is closed.
     """
 
-    _open: ClassVar[WeakSet[EngineProcessGroups]] = WeakSet()  # those recorded and not destroyed
+    _open: ClassVar[WeakSet[EngineProcessGroups]] = WeakSet()  # instances between `record` and `destroy`
 
     def __init__(self) -> None:
         self._before = _list_groups() - _list_shared_groups()
@@ -96,7 +96,7 @@ class EngineProcessGroups:
 
 
 def _list_groups() -> set[Any]:
-    """Return all process groups except the job's own, over all ranks. It outlives every engine."""
+    """Return all process groups except the job's own, which spans all ranks and outlives every engine."""
     return {group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD}
 
 
@@ -142,7 +142,8 @@ def _has_size(group: Any, size: int) -> bool:
 def drop_hpz_groups() -> None:
     """Make DeepSpeed forget the hpZ groups of an earlier engine or zero.Init. Call it before making a model.
 
-    The groups are not destroyed. DeepSpeed shards parameters over existing hpZ groups even if the
+    hpZ shards a second copy of the weights over few ranks (`zero_hpz_partition_size`). The groups are not
+    destroyed. DeepSpeed shards parameters over existing hpZ groups even if the
     configuration has no hpZ. With hpZ, zero.Init makes new groups, and fails if some exist.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
@@ -203,7 +204,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build torch's optimizer, or DeepSpeed's CPU Adam if AdamW's state is offloaded to host memory.
 
-    Call `native_ops.prepare_native_ops` first: it compiles CPU Adam. If that fails, it returns a
+    Call `native_ops.prepare_native_ops` first: it compiles CPU Adam. If the compilation fails, it returns a
     configuration for which this function builds torch's optimizer.
 
     Args:
@@ -270,7 +271,7 @@ class DeepSpeedBase(ABC):
         self.num_parameters = num_parameters
         self._job = job
         self._max_grad_norm = optimizer.max_grad_norm
-        self._was_skipped = torch.zeros((), device=self.device)  # 1 if this module's guard skipped the step
+        self._was_skipped = torch.zeros((), device=self.device)  # 1 if the trainer's guard skipped the step
         self._missing_loss_scale = 1.0  # see get_missing_loss_scale
         self._scale_state_before: Scalars = {}
         self.replicas: ReplicaDigests | None = None
@@ -354,8 +355,8 @@ class DeepSpeedBase(ABC):
         """Finish a step, and restore the state of the fp16 loss scale if the step was skipped.
 
         A skipped step leaves no trace, with one exception. If the gradients are not finite, the loss is
-        within its limit and the loss scale can fall, then the scale is taken as the cause. Such a step lowers
-        the scale and counts as a step.
+        within its limit and the loss scale can fall, then the scale is taken as the cause. After such a step
+        DeepSpeed may lower the scale, and the step counts.
 
         Synchronizes with the device only in fp16 with limits, where DeepSpeed has synchronized already.
 
@@ -415,7 +416,7 @@ class DeepSpeedBase(ABC):
 
     @torch.no_grad()
     def restore(self, source: ShardSource) -> None:
-        """See EngineState.restore. Without a loss scale in the checkpoint, its present state stays."""
+        """See EngineState.restore. If the checkpoint has no loss scale, the engine's stays as it is."""
         restore_state(self._build_state(), source, self._get_checkpoint_names())
         self._set_scale_state(source.scalars)
 

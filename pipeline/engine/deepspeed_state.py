@@ -63,7 +63,7 @@ def build_rank_state(
 def get_weights_copied_from_masters(optimizer: Any) -> Sequence[Tensor]:
     """Return the module's weights that each update overwrites with copies of their masters.
 
-    At ZeRO 1 and 2 these are the flat tensors whose views the parameters are.
+    At ZeRO 1 and 2 these are flat tensors, and the parameters are views of them.
     """
     if isinstance(optimizer, BF16_Optimizer):
         return cast(Sequence[Tensor], optimizer.bf16_groups_flat)
@@ -113,7 +113,7 @@ class _FlatState(ABC):
 
 @dataclass(frozen=True)
 class _FlatRange:
-    """Range of a parameter's values in a flat tensor of this rank. Positions count values."""
+    """Range of a parameter's values in a flat tensor of this rank. Positions are in elements."""
 
     placement: TensorPlacement
     """Placement of the parameter."""
@@ -122,8 +122,9 @@ class _FlatRange:
     offset: int
     """Position of the first value in this rank's flat tensor."""
     start: int
-    """Position of the first value in the parameter."""
+    """Position of the first value in the flattened parameter."""
     length: int
+    """Number of values."""
 
 
 class PartitionState(_FlatState):
@@ -175,7 +176,7 @@ class PartitionState(_FlatState):
         return [*of_masters, *in_parameters, zero.averaged_gradients, zero.all_grad_tensors, on_host]
 
     def _list_ranges(self) -> Iterator[_FlatRange]:
-        """Yield the range of each parameter of which this rank has values.
+        """Yield the range of each parameter that has values on this rank.
 
         Positions follow from the parameters' storage offsets. DeepSpeed's own mapping, `_hp_mapping`, is
         wrong with round_robin_gradients (0.19.8).
@@ -211,7 +212,7 @@ class PartitionState(_FlatState):
 class Zero3State(_FlatState):
     """State at ZeRO 3: this rank's shares of the parameters of a sub-group are one flat tensor.
 
-    The shares of a parameter have the same size on all ranks. On the last ranks they end with padding.
+    DeepSpeed steps one sub-group (`sub_group_size`) after the other. The shares of a parameter have the same size on all ranks. On the last ranks they end with padding.
     """
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
@@ -219,7 +220,8 @@ class Zero3State(_FlatState):
         saved = None if source is None else SavedOptimizerState(source)
         to_fill = saved is not None
         if to_fill:
-            # Shards gathered parameters, which would keep their old values, and reads shares from NVMe.
+            # This shards gathered parameters again, which would keep their old values, and reads shares
+            # from NVMe.
             self._optimizer.checkpoint_event_prologue()
         for p, place in self._places.items():
             if not p.requires_grad:
@@ -316,7 +318,7 @@ class Zero3State(_FlatState):
             p.nvme_swapper.remove_partition_and_release_buffers([p])
 
     def _find_share(self, parameter: Any) -> tuple[int, int]:
-        """Return (start, length) of this rank's share of a parameter in values, without the padding."""
+        """Return (start, length) of this rank's share in the flattened parameter, without the padding."""
         process_group = getattr(parameter, "ds_process_group", self._optimizer.dp_process_group)
         padded_length = parameter.partition_numel()
         num_values = parameter.ds_numel

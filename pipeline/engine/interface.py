@@ -93,7 +93,7 @@ class StepResult:
     loss: Tensor | None = None
     """Mean loss of the global batch, equal on all ranks; `None` if the step had no limits."""
     is_loss_scale_search: bool = False
-    """Whether the step was skipped because the fp16 loss scale was too high and could fall.
+    """Whether the step was skipped because the fp16 loss scale was too high and above its minimum.
 
     Always false for a step without limits.
     """
@@ -155,7 +155,8 @@ class Engine(Evaluator, TextGenerator, EngineState, Protocol):
             learning_rate: Learning rate of this step, before the groups' own factors.
             flags: This rank's flags (distributed/stopping.py), summed over ranks with the counts.
             limits: Limits of the step; `None` if only a non-finite gradient skips it. A step that exceeds
-                them leaves parameters, optimizer state and buffers unchanged. They cost one more collective.
+                them leaves parameters, optimizer state and buffers unchanged. A step with limits takes one
+                more collective.
 
         Raises:
             ModelError: the loss does not depend on a trained parameter.
@@ -170,7 +171,7 @@ class Engine(Evaluator, TextGenerator, EngineState, Protocol):
         """Return a context in which a step passes its gradients to `take`, as shards.
 
         Each value is passed by exactly one rank. Gradients are averaged over the global batch and clipped,
-        and the loss scale is removed. Of a skipped step it can happen that no gradient is passed.
+        and the loss scale is removed. A skipped step may pass no gradient.
         """
         ...
 
@@ -247,7 +248,7 @@ def stack_count_and_flags(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters of the whole model, also of one that ZeRO-3 has sharded."""
+    """Return the number of parameters of the whole model, also if ZeRO-3 has sharded it."""
     return sum(map(count_elements, model.parameters()))
 
 
@@ -285,8 +286,7 @@ def compute_evaluation_loss(
     Args:
         sums: Sums over all ranks, by name; `loss` and `count` among them.
         means: Name of a metric -> (name of its sum, name of its count) in `sums`, see Objective.means.
-        weighted: Name of a metric in `means` -> its weight in the loss, see
-            Objective.eval_weights.
+        weighted: Name of a metric in `means` -> its weight in the loss, see Objective.eval_weights.
     """
     loss = mean_loss(sums["loss"], sums["count"])
     for name, weight in weighted.items():

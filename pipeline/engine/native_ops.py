@@ -128,7 +128,7 @@ def _build_op(op: NativeOp) -> str | None:
         message_timer.cancel()
     seconds = time.monotonic() - started
     if seconds > _LOG_AFTER_SECONDS:
-        log.info("built in %.0f s", seconds)
+        log.info("built %s in %.0f s", op.label, seconds)
     return None
 
 
@@ -164,7 +164,7 @@ def _wait_for_other_build(op: NativeOp, folder: Path, was_killed: bool) -> None:
     log_at = time.monotonic() + _LOG_AFTER_SECONDS
     while lock.exists():
         worker = _find_process_in(folder)
-        # A file is not found if the lock is released or a temporary file removed meanwhile.
+        # FileNotFoundError: the lock was released, or a temporary file was removed, after it was listed.
         with contextlib.suppress(FileNotFoundError):
             last_change = max(path.stat().st_mtime for path in (lock, folder, *folder.iterdir()))
             seconds_unchanged = time.time() - last_change

@@ -102,7 +102,7 @@ class NonFiniteDetector:
 
     @contextmanager
     def install_hooks(self) -> Iterator[None]:
-        """Install the hooks inside the context. Make the step there. torch.compile is off meanwhile."""
+        """Install the hooks inside the context, and turn torch.compile off. Run the step in this context."""
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             hook = self._module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
@@ -138,7 +138,15 @@ class NonFiniteDetector:
         self._check_entries(batch, keys)
 
     def check_loss(self, loss: LossSum, batch: Batch, keys: Collection[str]) -> None:
-        """Check the loss. If it is not finite, check first the batch's entries `keys`."""
+        """Check the loss. If it is not finite, check the entries that the objective read first.
+
+        One of these entries may be the origin, since the model does not receive all of them.
+
+        Args:
+            loss: Loss of the micro-batch.
+            batch: The micro-batch, on the device.
+            keys: Entries that the objective read.
+        """
         if self.first_value is None and not bool(loss.minimised.isfinite().all()):
             self._check_entries(batch, keys)
             self._record(FORWARD, LOSS, "", None)
@@ -385,7 +393,7 @@ class NonFiniteCauseSearch:
             return ()
 
         def is_non_finite(chosen: Sequence[int]) -> bool:
-            """Return whether a step of these rows is not finite on any rank with the same samples."""
+            """Return whether a step of these rows has a non-finite value on a rank with the same samples."""
             values = self._repeat_step([_repeat_rows(batch, chosen) if rows else batch])
             return any(
                 value is not None and dp_rank == self._engine.dp_rank

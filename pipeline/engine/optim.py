@@ -23,16 +23,20 @@ from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import ConfigError
 
 Groups = list[dict[str, Any]]
-"""Parameter groups as group_parameters returns them."""
+"""Parameter groups; see build_groups for the entries of each."""
 
-# Trial of a user's own optimizer.
-TRIAL_SHAPE = (64, 80)  # of the matrix; large enough for libraries that quantize only large states
-TRIAL_PIECE_SIZE = 3_000  # elements of a flat piece; not a multiple of a row
+TRIAL_SHAPE = (64, 80)
+"""Shape of the matrix of _OptimizerTrial; large enough for libraries that quantize only large states."""
+TRIAL_PIECE_SIZE = 3_000
+"""Number of elements of a flat piece of that matrix; not a multiple of a row."""
 TRIAL_STEPS = 8
-TRIAL_RATE = 1e-2  # the run's own rate may be too low to distinguish two updates
+"""Number of steps that the trial makes in each way."""
+TRIAL_RATE = 1e-2
+"""Learning rate of the trial; the run's own rate may be too low to distinguish two updates."""
 USE_PLAIN_PYTORCH = (
     "or use plain PyTorch (--deepspeed ds_configs/torch_ddp.json), which does not divide parameters"
 )
+"""End of messages about optimizers that DeepSpeed cannot step."""
 
 
 def build_user_optimizer(groups: Groups, config: OptimizerConfig, split: Split) -> Optimizer:
@@ -89,7 +93,8 @@ def _require_same_groups(optimizer: Any, groups: Groups, kind: str) -> None:
     """Raise a ConfigError if the user's object is no optimizer of exactly these groups."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer.kind: {kind} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            f"optimizer.kind: {kind} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer; name "
+            "an optimizer class, or a function that returns an optimizer"
         )
     actual = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
     expected = [[id(p) for p in group["params"]] for group in groups]
@@ -255,9 +260,10 @@ class _OptimizerTrial:
         )
 
 
-ONE_PROCESS = Split(1, "fp32", "single")
-# Learning rate before the first step, if optimizer.learning_rate is derived from the model.
+ONE_PROCESS = Split(world_size=1, precision="fp32", parallel="single")
+"""Split of a run in one process, for callers that do not divide the model."""
 PLACEHOLDER_RATE = 0.0
+"""Learning rate before the first step, if optimizer.learning_rate is derived from the model."""
 
 
 def parameter_groups(
@@ -270,7 +276,7 @@ def parameter_groups(
         ModelError: no parameter requires a gradient.
     """
     named = list(named)
-    return group_parameters(named, assign_groups(named, config), config)
+    return build_groups(named, assign_groups(named, config), config)
 
 
 def assign_groups(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> dict[str, GroupKey]:
@@ -285,7 +291,7 @@ def assign_groups(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerCo
     return assign_parameter_groups(num_dimensions, config)
 
 
-def group_parameters(
+def build_groups(
     named: Iterable[tuple[str, nn.Parameter]], keys: Mapping[str, GroupKey], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of a model or of a part of it, without empty groups.

@@ -19,7 +19,7 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule
-from pipeline.engine.optim import assign_groups, group_parameters
+from pipeline.engine.optim import assign_groups, build_groups
 from pipeline.errors import ModelError
 from pipeline.models.sharding import allocate_values, free_values
 from pipeline.models.staging import (
@@ -257,7 +257,7 @@ def build_stage_groups(
         ModelError: see optim.parameter_groups.
     """
     in_stage = {p for _, p in named_layer_parameters(stage.modules())}
-    groups = group_parameters(
+    groups = build_groups(
         named_layer_parameters(model.layers),
         assign_groups(named_layer_parameters(model.layers), config),
         config,

@@ -62,8 +62,8 @@ def names_without_gradient(module: nn.Module) -> list[str]:
 def watch_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Callable[[], list[str]]:
     """Record by hooks which parameters get a gradient, until the returned function is called.
 
-    For DeepSpeed engines, which remove gradients as they come, so that `p.grad` is no evidence. Not
-    collective: each rank records its own parameters.
+    For DeepSpeed engines: they remove gradients from `p.grad` during backward, so `p.grad` does not show
+    which parameters had one. Not collective: each rank records its own parameters.
 
     Returns:
         A function that removes the hooks. It returns the names of the trained parameters that got no
@@ -105,7 +105,7 @@ class TensorPlacement:
     local_shape: tuple[int, ...]
     """Shape of this rank's tensor."""
     boxes: tuple[tuple[Box | None, Box | None], ...] = WHOLE_TENSOR
-    """Pairs (box of this rank's tensor, the same values' box of the whole tensor).
+    """Pairs (box in this rank's tensor, box of the same values in the whole tensor).
 
     Together they cover this rank's tensor. `None` as a box means the whole of that tensor.
     """
@@ -157,8 +157,8 @@ class TensorPlacement:
     def _find_regions(self, start: int, length: int) -> Iterator[tuple[Region, Integers]]:
         """Yield (region of the whole tensor, runs) for each box that overlaps the range.
 
-        A run is (offset from the range's start, offset in the region, length). Those of a box's values that
-        lie in the range are contiguous in the box.
+        A run is (offset from the range's start, offset in the region, length). The region is the part of the
+        box that is in the range: contiguous values of the flattened box.
         """
         whole_range = Region(self.local_shape, None, start, length)
         for own, whole in self.boxes:
@@ -289,12 +289,13 @@ def _check_names(saved: set[str], expected: set[str]) -> None:
 
 
 OPTIMIZER_PREFIX = "optimizer/"
+"""Prefix of the optimizer's numbers among a checkpoint's scalars; see RankState.scalars."""
 
 
 class SavedOptimizerState:
     """Knows which optimizer state a checkpoint has for each parameter, and creates missing entries.
 
-    The state consists of tensors, of which the shapes are known here, and of numbers.
+    The state consists of tensors, whose shapes are read from the checkpoint, and of numbers.
     """
 
     def __init__(self, source: ShardSource):
@@ -412,9 +413,9 @@ def get_flat_state_tensors(optimizer: torch.optim.Optimizer, flat: Tensor) -> di
 def build_shape_error(kind: str, name: str) -> CheckpointError:
     """Return the error for optimizer state that a checkpoint cannot assign to parts of a parameter."""
     return CheckpointError(
-        f"the optimizer keeps a {kind} of {name} that has another shape than the tensor that it steps, and a "
-        "checkpoint of a divided model cannot hold it; use ZeRO stage 0 without tensor parallelism, or "
-        "another optimizer"
+        f"the optimizer's state {kind!r} of {name} has another shape than the tensor that the optimizer steps, "
+        "so a checkpoint of a divided model cannot contain it; use ZeRO stage 0 without tensor parallelism, "
+        "or another optimizer"
     )
 
 
@@ -446,7 +447,10 @@ def get_state_scalars(optimizer: torch.optim.Optimizer, stepped: Tensor) -> Scal
 def merge_scalars(by_name: Mapping[str, Scalars]) -> Scalars:
     """Return the scalars of several parameters in the form of RankState.scalars.
 
-    That is the largest value of each number, and by name the values that differ from it.
+    That is the largest value of each number, and the values that differ from it with their parameter's name.
+
+    Args:
+        by_name: Numbers of each parameter's state, by the parameter's name; see get_state_scalars.
     """
     scalars: Scalars = {}
     for key in sorted({key for each in by_name.values() for key in each}):
@@ -519,6 +523,7 @@ def replay_step_count(adam: torch.optim.Optimizer, scalars: Mapping[str, Any]) -
 
 
 Placements = dict[nn.Parameter, TensorPlacement]
+"""Placement of each of a rank's parameters."""
 
 
 def place_whole_parameters(module: nn.Module) -> Placements:
@@ -550,7 +555,13 @@ def get_checkpoint_names(module: nn.Module) -> list[str]:
 
 
 def buffer_shards(buffers: Mapping[str, Tensor], is_written: bool, to_fill: bool) -> Iterator[Shard]:
-    """Yield the shards of buffers, which each rank has whole. If they differ, one rank's are written."""
+    """Yield the shards of buffers, which each rank has whole.
+
+    Args:
+        buffers: Buffers by name.
+        is_written: Whether this rank writes them. Only one rank does, since buffers may differ between ranks.
+        to_fill: See TensorPlacement.shards.
+    """
     for name, buffer in buffers.items():
         yield from TensorPlacement.whole(name, buffer.shape, is_written).shards(BUFFER, 0, buffer, to_fill)
 
@@ -656,7 +667,7 @@ def observe_gradients(
     @torch.no_grad()
     def pass_gradients(optimizer: Optimizer, *_: Any) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        # Fused kernels divide the gradients by it when they step: loss scale and clipping.
+        # The clipping factor: fused kernels divide the gradients by it when they step.
         divisor = getattr(optimizer, "grad_scale", None)
         for shard in state().gradients(stepped):
             assert shard.values is not None

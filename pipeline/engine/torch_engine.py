@@ -313,7 +313,7 @@ class _CheckedDdp:
 
         Raises:
             ModelError: a parameter has no gradient, so the gradients differ between ranks. The message names
-                the parameters, if this rank has none of their gradients.
+                the parameters that have no gradient on this rank, if there are any.
         """
         is_last_bucket_sent = self.is_last_bucket_sent
         self.is_last_bucket_sent = False

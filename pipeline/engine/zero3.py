@@ -1,4 +1,4 @@
-"""Shards parameters for ZeRO-3 while a model is built, gathers them block by block, and all for generation.
+"""Shards parameters for ZeRO-3 while a model is built. Gathers them for each block, or all for generation.
 
 Initial weights depend on the seed alone. deepspeed.zero.Init itself draws them on the device in the run's
 precision, so a sharded model would start from other weights than an unsharded one. Here each parameter is
@@ -282,7 +282,7 @@ def gather_if_it_fits(optimizer: Any, job: Job, is_requested: bool) -> Iterator[
         is_requested: Whether to gather at all.
     """
     offload = optimizer.parameter_offload
-    # Else parameters that the last forward prefetched would be gathered twice.
+    # Otherwise parameters that the last forward prefetched would be gathered twice.
     offload.get_param_coordinator()._clean_inflight_param_registry()
     sharded = [p for p in offload.module.parameters() if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
     if not (is_requested and _fit_into_memory(sharded, job)):
@@ -293,9 +293,9 @@ def gather_if_it_fits(optimizer: Any, job: Job, is_requested: bool) -> Iterator[
 
 
 def _fit_into_memory(sharded: list[Any], job: Job) -> bool:
-    """Return whether twice the parameters' size is free on all ranks, and none is on NVMe. Collective.
+    """Return whether all parameters fit into every rank's free memory, and none is on NVMe. Collective.
 
-    The second half is for activations and the key-value cache.
+    As much memory again must be free for activations and the key-value cache.
     """
     on_disk = any(p.ds_tensor.final_location == OffloadDeviceEnum.nvme for p in sharded)
     needed = sum(p.ds_numel * p.dtype.itemsize for p in sharded)
