@@ -309,7 +309,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         """Return the batch, or this rank's part of its sequences, on the device."""
         if self._sequence is not None:
             self._sequence.activate()
-            batch = self._sequence.take_part(batch)
+            batch = self._sequence.cut_batch(batch)
         batch = add_document_bounds(batch)
         inputs = objective.inputs(self._engine, batch)
         return to_device(batch, self.device, self._float_dtype, inputs)

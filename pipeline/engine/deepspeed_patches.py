@@ -36,8 +36,8 @@ _DIRECT_IO_ALIGNMENT = 512  # bytes; direct I/O (O_DIRECT) requires offsets that
 def prepare_for_cpu() -> None:
     """Turn off the all-reduce over shared memory, and allow fp16 on every CPU.
 
-    DeepSpeed compiles the op of that all-reduce for a minute, and only `inference_all_reduce` uses it. For
-    fp16 DeepSpeed requires CPU instructions that torch does not need.
+    Compiling the op of that all-reduce takes a minute, and only `inference_all_reduce` uses it. For fp16
+    DeepSpeed requires CPU instructions that torch does not need.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True

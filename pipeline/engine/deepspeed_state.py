@@ -212,7 +212,8 @@ class PartitionState(_FlatState):
 class Zero3State(_FlatState):
     """State at ZeRO 3: this rank's shares of the parameters of a sub-group are one flat tensor.
 
-    DeepSpeed steps one sub-group (`sub_group_size`) after the other. The shares of a parameter have the same size on all ranks. On the last ranks they end with padding.
+    DeepSpeed steps one sub-group (`sub_group_size`) after the other. The shares of a parameter have the same
+    size on all ranks. On the last ranks they end with padding.
     """
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:

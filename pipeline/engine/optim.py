@@ -93,8 +93,8 @@ def _require_same_groups(optimizer: Any, groups: Groups, kind: str) -> None:
     """Raise a ConfigError if the user's object is no optimizer of exactly these groups."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer.kind: {kind} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer; name "
-            "an optimizer class, or a function that returns an optimizer"
+            f"optimizer.kind: {kind} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer; "
+            "name an optimizer class, or a function that returns an optimizer"
         )
     actual = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
     expected = [[id(p) for p in group["params"]] for group in groups]

@@ -34,6 +34,7 @@ from pipeline.models.batch_norm import is_sync_batch_norm
 DIGEST_KINDS = ("weights", "optimizer state", "gradients", "weights")
 """Kind of tensors of each digest. The last digest covers all steps since the last comparison."""
 HISTORY_INDEX = len(DIGEST_KINDS) - 1
+"""Index of the digest of all steps since the last comparison."""
 SMALL_TENSOR_ELEMENTS = 2**16  # tensors up to this size are concatenated before they are summed
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # an odd factor with well-mixed bits, as int64
 
@@ -63,8 +64,8 @@ class ReplicaDigests:
         self.key = (key, "" if is_sharded else _get_processor_name(device))
         """Part of the model and name of the processor; ranks with equal keys have equal tensors.
 
-        The name matters if every rank updates all weights itself, since processors round differently. Else it
-        is empty.
+        The name matters if every rank updates all weights itself, since processors round differently.
+        Otherwise it is empty.
         """
         self._weights = weights
         self._optimizer = optimizer
@@ -138,8 +139,8 @@ def _get_processor_name(device: torch.device) -> str:
 def mix_digests(history: Tensor, new: Tensor) -> Tensor:
     """Return a digest of a history and a new digest.
 
-    If two histories differ and equal digests are added to both, the results differ. In a plain sum, a highest
-    bit that is flipped in an even number of steps would not be seen.
+    If two histories differ and equal digests are added to both, the results differ. In a plain sum, a flip
+    of the highest bit in one step would be cancelled by the same flip in another step.
 
     Args:
         history: Digest of earlier steps, 0-dim, int64.

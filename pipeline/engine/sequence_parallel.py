@@ -129,7 +129,7 @@ class SequenceParallel:
         set_sequence_group(self._model, UNDIVIDED_SEQUENCE)
         register_attention(ULYSSES_ATTENTION, get_attention_function(self._original_attention))
 
-    def take_part(self, batch: Batch) -> dict[str, Any]:
+    def cut_batch(self, batch: Batch) -> dict[str, Any]:
         """Return the batch with this rank's positions of every (B, T) tensor.
 
         Adds `position_ids` and the document bounds, replaces `labels` by `shift_labels`, and leaves out the
@@ -165,7 +165,7 @@ class SequenceParallel:
         """Return the length T of the batch's sequences.
 
         Raises:
-            DataError: the batch cannot be divided; see take_part.
+            DataError: the batch cannot be divided; see cut_batch.
         """
         if "input_ids" not in batch:
             raise DataError(

@@ -413,9 +413,9 @@ def get_flat_state_tensors(optimizer: torch.optim.Optimizer, flat: Tensor) -> di
 def build_shape_error(kind: str, name: str) -> CheckpointError:
     """Return the error for optimizer state that a checkpoint cannot assign to parts of a parameter."""
     return CheckpointError(
-        f"the optimizer's state {kind!r} of {name} has another shape than the tensor that the optimizer steps, "
-        "so a checkpoint of a divided model cannot contain it; use ZeRO stage 0 without tensor parallelism, "
-        "or another optimizer"
+        f"the optimizer's state {kind!r} of {name} has another shape than the tensor that the optimizer "
+        "steps, so a checkpoint of a divided model cannot contain it; use ZeRO stage 0 without tensor "
+        "parallelism, or another optimizer"
     )
 
 

@@ -94,7 +94,7 @@ def enable_vocabulary_parallel_loss(model: Any) -> None:
         return
     if type(head) is VocabParallelLinear:
         head.gather_output = True
-        # DeepSpeed's own loss function expects this rank's logits; this one those of the whole vocabulary.
+        # DeepSpeed's loss function expects this rank's logits, the model's original one the gathered logits.
         model.loss_function = model._deepspeed_original_loss_function
     if not head.gather_output:
         return
@@ -140,7 +140,7 @@ def sum_over_tensor_group(tensor: Tensor) -> Tensor:
 
 
 def broadcast_from_first_rank(scores: Tensor) -> Tensor:
-    """Return the tensor group's first rank's scores of the next token on every rank. Collective.
+    """Give every rank the scores that the tensor group's first rank has for the next token. Collective.
 
     If ranks chose different tokens, they would wait for each other forever. May overwrite `scores`.
     """
