@@ -27,6 +27,7 @@ from pipeline.objectives.model_call import (
 )
 
 METRIC_NAME = re.compile(r"[A-Za-z][\w.@-]*")
+"""Pattern of the names that a user's metrics may have."""
 BUILT_IN_METRICS = {
     "epoch", "grad_norm", "learning_rate", "loss", "loss_scale", "perplexity", "samples_seen",
     "skipped_in_a_row", "skipped_steps", "targets", "tokens_seen",

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 Batch = Mapping[str, Any]
+"""Entries of a micro-batch by name."""
 
-# Entries of a batch that only the loss reads, even if the model's forward has an argument of that name.
 TARGET_KEYS = ("labels", "shift_labels", "targets", "label", "target")
+"""Entries of a batch that only the loss reads, even if the model's forward has an argument of that name."""
 
 
 @dataclass(frozen=True)

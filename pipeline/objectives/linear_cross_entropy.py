@@ -8,8 +8,8 @@ two products for the gradients of hidden states and weight.
 
 The loss sum computes its gradients in the forward, for an incoming gradient of 1, and multiplies them by the
 real one in the backward. That takes three products; recomputation in the backward would take four. With a
-vocabulary of 8k words this takes 0.8 of the CPU time of logits_cross_entropy.py on a CPU, with 50k words
-0.88, with 1k words the same. torch's F.linear_cross_entropy adds losses up in bf16 (1 % off over 1,024
+vocabulary of 8k words this takes 0.8 of the time of logits_cross_entropy.py on a CPU, with 50k words 0.88,
+with 1k words the same. torch's F.linear_cross_entropy adds losses up in bf16 (1 % off over 1,024
 tokens) and takes 2.5 to 5 times as long on a CPU. DeepSpeed's computes logits twice, takes twice as long, and
 synchronizes with the device to read labels.
 
@@ -90,7 +90,10 @@ class LossSettings:
     part: VocabularyPart | None = None
     """Part of the vocabulary that weight and bias have on this rank; `None`: all words."""
     kernels: FusedKernels | None = None
-    """Compiled kernels for a chunk's losses and gradients; `None`: blocks. Not used with a `part`."""
+    """Compiled kernels for a chunk's losses and gradients; `None`: they are computed in blocks.
+
+    Not used with a `part`.
+    """
 
 
 def linear_cross_entropy_sum(
@@ -164,7 +167,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _multiply(gradient: Tensor, incoming: Tensor) -> Tensor:
-    """Return the gradient times the 0-dim incoming one: in place if dtypes are equal, else in the wider."""
+    """Return the gradient times the incoming one (0-dim), in the wider of their dtypes.
+
+    If the dtypes are equal, `gradient` is overwritten.
+    """
     if gradient.dtype == incoming.dtype:
         return gradient.mul_(incoming)
     return gradient * incoming[None]  # with one dimension, its dtype takes part in the result's
@@ -192,7 +198,7 @@ def compute_chunked_loss(
         incoming_N: The incoming gradient of each loss; `None`: FP16_SCALE in fp16, else 1.
 
     Returns:
-        The losses and gradients, and the rows of `hidden_ND` that they are of; `None`: all rows.
+        The losses and gradients, and the rows of `hidden_ND` that they belong to; `None`: all rows.
     """
     rows = _find_counted_rows(labels_N)
     x_ND = hidden_ND.to(settings.dtype)
@@ -312,7 +318,12 @@ class ChunkedLoss:
             self._add_gradients(logits_CV, chunk)
 
     def _add_gradients(self, grad_CV: Tensor, chunk: slice) -> None:
-        """Add what a chunk's gradient of the logits contributes to the gradients that are needed."""
+        """Add a chunk's contribution to the gradients that are needed.
+
+        Args:
+            grad_CV: Gradient of the chunk's logits.
+            chunk: Rows of the chunk.
+        """
         x_CD = self._x_ND[chunk]
         if self.x_grad_ND is not None:
             if self.x_grad_ND.dtype == grad_CV.dtype:
@@ -341,7 +352,7 @@ class ChunkedLoss:
         return hidden_grad_ND, weight_grad_VD, bias_grad_V
 
     def _get_max_words(self) -> int:
-        """Return the number of words from which the chunk size is computed: on the rank with the most."""
+        """Return the number of words on the rank with the most, from which the chunk size is computed."""
         return self._words
 
     def _compute_loss(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
@@ -570,7 +581,7 @@ class HeadLossState:
     """Records whether an output layer returned the loss in place of logits."""
 
     has_computed_loss = False
-    """Whether it did, so that the logits in the model's output are the loss."""
+    """Whether the layer returned the loss, so that the logits in the model's output are the loss."""
 
 
 @contextmanager

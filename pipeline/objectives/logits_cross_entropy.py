@@ -135,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, labels_N, *top_and_sum = ctx.saved_tensors
-        # The gradient of a sum is one expanded number, for whose strides the kernel would be compiled again.
+        # The gradient of a sum is an expanded scalar. For its strides of 0 a kernel would be compiled again.
         grad_N = grad_N.contiguous()
         grad_NV = None
         if ctx.kernels is not None:

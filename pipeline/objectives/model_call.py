@@ -189,8 +189,8 @@ class ModelCall:
             missing = [key for key in self._input_names if key not in batch]
             if missing:
                 raise ModelError(
-                    f"model.inputs names {missing[0]!r}, but the batch has {format_batch(batch)}; name its "
-                    "entries"
+                    f"model.inputs names {missing[0]!r}, but the batch has {format_batch(batch)}; name "
+                    "entries of the batch"
                 )
             plan = planner.plan_by_list(self._input_names)
         if BOUNDS_KEY in batch and is_transformers_model(inner) and planner.takes_any_name:
@@ -503,7 +503,7 @@ class FirstCallChecks:
             if id(layer) not in compiled_ids
         ]
         loss_checks = LossChecks(batch, index_checks)
-        # Leave the mode during a compiled block: compiled under the mode, it would be compiled again without.
+        # The mode is left during a compiled block: a block compiled under it is compiled again without it.
         for block in compiled_blocks:
             hooks.append(block.register_forward_pre_hook(lambda *_: loss_checks.__exit__(None, None, None)))
             hooks.append(block.register_forward_hook(lambda *_: _enter(loss_checks), always_call=True))

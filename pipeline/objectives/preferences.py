@@ -85,10 +85,11 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 UNDIVIDED_SEQUENCE = SequenceGroup()
+"""Group of a model whose rows are not divided over ranks."""
 
 
 def set_sequence_group(model: nn.Module, group: SequenceGroup) -> None:
-    """Record on the model the ranks that share each row, of which this rank has a part."""
+    """Record on the model the group of ranks that have parts of the same rows."""
     setattr(model, _GROUP_ATTRIBUTE, group)
 
 
@@ -104,7 +105,6 @@ KINDS = "segment_kinds"
 MARGINS = "margins"
 REFERENCE = "reference_logps"
 SEGMENT_KEYS = (SEGMENTS, KINDS, MARGINS, REFERENCE)
-
 POSITIONS = "position_ids"
 
 
@@ -203,7 +203,8 @@ class SegmentObjective(VocabularyObjective):
         if segments_BT.dtype != torch.int64 or not has_row_kinds:
             raise DataError(
                 f"objective {self.name} expects {SEGMENTS!r} (samples, tokens) int64 and {KINDS!r} (samples, "
-                f"segments), but the batch has {format_batch(batch)}"
+                f"segments), but the batch has {format_batch(batch)}; use data.kind: preference, which "
+                "adds them"
             )
         num_places = kinds_BS.shape[1]
         highest = int(segments_BT.max()) if segments_BT.device.type == "cpu" else -1
@@ -231,7 +232,10 @@ class SegmentObjective(VocabularyObjective):
 
 
 def _index_places(segments_BT: Tensor, kinds_BS: Tensor) -> Tensor:
-    """Return the index (B, T) of each token's segment in `kinds_BS.flatten()`; padding: row's first."""
+    """Return the index (B, T) of each token's segment in `kinds_BS.flatten()`.
+
+    Padding gets the index of its row's first segment.
+    """
     num_rows, num_places = kinds_BS.shape
     row_offset_B1 = torch.arange(num_rows, device=kinds_BS.device)[:, None] * num_places
     return row_offset_B1 + segments_BT.clamp(min=0)
@@ -327,6 +331,7 @@ def log1mexp(x: Tensor) -> Tensor:
 
 
 SIDES = ("chosen", "rejected")
+"""Answers of a pair as metrics name them, in their order in a row."""
 LOGP_ROUNDING_ERROR = 1e-6  # relative error of log-probabilities in fp32
 
 
