@@ -166,9 +166,9 @@ class StepLimitGuard:
 class StepGate:
     """Makes the next optimizer step wait for a checkpoint's copy of the weights.
 
-    A GPU's weights are copied on a separate stream during the next forward and backward. Only the optimizer's
-    step changes the copied tensors. A hook before the step makes the device, but not the host, wait for the
-    copy.
+    A GPU's weights are copied on a separate stream during the next forward and backward. A hook before the
+    optimizer's step makes the device, but not the host, wait for the copy. If the forward itself changes
+    weights, the device waits before the next forward.
 
     Args:
         model: Model whose weights are copied.
@@ -177,7 +177,7 @@ class StepGate:
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer):
         self._waits: list[Callable[[], None]] = []
-        # An embedding with max_norm rescales its rows in its forward.
+        # An embedding with max_norm rescales rows of its weight in its forward.
         self._forward_writes = any(getattr(each, "max_norm", None) is not None for each in model.modules())
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._wait_for_copies)

@@ -306,8 +306,13 @@ class DeepSpeedBase(ABC):
         self._step_gate = StepGate(self.module, *self._step_optimizers)
         self._limit_guard = StepLimitGuard(self._job, self.module)
 
-    def _compare_replicas(self, key: int, is_sharded: bool) -> None:
-        """Make digests of the tensors of which other ranks have copies; see ReplicaDigests for arguments."""
+    def _prepare_replica_digests(self, key: int, is_sharded: bool) -> None:
+        """Set `replicas`. A subclass calls it if other ranks have copies of this rank's tensors.
+
+        Args:
+            key: See ReplicaDigests.
+            is_sharded: See ReplicaDigests.
+        """
         self.replicas = ReplicaDigests(
             key,
             self.module.parameters,

@@ -169,7 +169,9 @@ class DeepSpeedEngine(DeepSpeedBase):
         self._stop_watching: Callable[[], list[str]] | None = watch_gradients(self.module.named_parameters())
         self._process_groups.record()
         if split.zero_stage < 3 and job.ranks.world_size > split.tensor_parallel:
-            self._compare_replicas(job.ranks.rank % split.tensor_parallel, is_sharded=split.zero_stage > 0)
+            self._prepare_replica_digests(
+                job.ranks.rank % split.tensor_parallel, is_sharded=split.zero_stage > 0
+            )
 
     def _guard_steps(self) -> None:
         """Replace DeepSpeed's clipping, guard or norm by the trainer's; see clipping.take_over_clipping."""

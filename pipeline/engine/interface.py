@@ -128,7 +128,7 @@ class Engine(Evaluator, TextGenerator, EngineState, Protocol):
     precision: str
     """Precision of the computation: fp32, bf16 or fp16."""
     seed_rank: int
-    """Number that stands for this rank in the seed (seed, step, rank) of a step's random numbers.
+    """Rank in the seed (seed, step, rank) of a step's random numbers.
 
     It is equal on ranks that compute the same activations.
     """
@@ -137,7 +137,7 @@ class Engine(Evaluator, TextGenerator, EngineState, Protocol):
     phases: Phases
     """Timeline of the step's phases; the `time/` columns are read from it."""
     replicas: ReplicaDigests | None
-    """Digests of the tensors of which other ranks have copies; `None` if there are no copies."""
+    """Digests of the tensors that other ranks have copies of; `None` if there are no copies."""
 
     def train_step(
         self,
@@ -280,8 +280,8 @@ def compute_evaluation_loss(
 ) -> float:
     """Return the loss of an evaluation from its sums over all ranks.
 
-    A term that is averaged over a count of its own cannot be part of the `loss` sum, since that count is
-    known only at the end of an evaluation. Its mean, times its weight, is added here.
+    A term that is averaged over another count cannot be part of the `loss` sum, since an evaluation knows
+    its counts only at its end. Its mean, times its weight, is added here.
 
     Args:
         sums: Sums over all ranks, by name; `loss` and `count` among them.

@@ -20,7 +20,7 @@ _MAX_NESTING = 6  # depth of lists and dicts with tensors in torch's and DeepSpe
 
 
 class _EngineInternals(Protocol):
-    """Attributes that every engine has beyond the Engine interface."""
+    """Members of every engine that are read here; `_build_state` is not part of the Engine interface."""
 
     @property
     def module(self) -> nn.Module: ...

@@ -60,16 +60,17 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
         num_failures = job.all_reduce_sum(torch.tensor(float(failure is not None), device=job.device))
         if not num_failures:
             continue
-        reason = failure or "on another rank"
+        reason = failure or "the build failed on another rank"
         if op is ASYNC_IO:
             raise ConfigError(
                 f"zero_optimization: device nvme: {op.label} cannot be built ({reason}); it needs a C++ "
                 "compiler and libaio (Debian and Ubuntu: apt-get install g++ libaio-dev), or use device cpu"
             )
         if op is QUANTIZER:
+            version = f" {torch.version.cuda}" if torch.version.cuda else ""
             raise ConfigError(
                 f"zero_optimization: zero_quantized_weights, zero_quantized_gradients: {op.label} cannot be "
-                f"built ({reason}); install CUDA {torch.version.cuda or ''} with nvcc and set CUDA_HOME to "
+                f"built ({reason}); install CUDA{version} with nvcc and set CUDA_HOME to "
                 "its folder, or use zero_hpz_partition_size alone"
             )
         if has_16bit_master_weights(config):
@@ -78,9 +79,7 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
                 "precision in host memory; install a C++ compiler, or remove "
                 "bf16_master_weights_and_grads or fp16_master_weights_and_grads"
             )
-        log.warning(
-            "%s cannot be built here (%s); using torch's fused AdamW, which is slower", op.label, reason
-        )
+        log.warning("%s cannot be built (%s); using torch's fused AdamW, which is slower", op.label, reason)
         config = config | {"zero_force_ds_cpu_optimizer": False}
     return config
 

@@ -35,8 +35,8 @@ DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp
 class NonFiniteValue(NamedTuple):
     """First infinite or NaN value on a rank.
 
-    Values are compared by their fields, in the order below. The smallest value over all ranks is the cause of
-    the step.
+    Values are compared by their fields, in the order below. The smallest one over all ranks is taken as the
+    cause.
     """
 
     phase: int

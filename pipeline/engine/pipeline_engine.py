@@ -144,7 +144,7 @@ class PipelineEngine(DeepSpeedBase):
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
         if self.dp_world_size > 1:
             stage = self._engine.grid.get_pipe_parallel_rank()
-            self._compare_replicas(stage, is_sharded=not self._computes_norm)
+            self._prepare_replica_digests(stage, is_sharded=not self._computes_norm)
         self._process_groups.record()
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:

@@ -96,7 +96,7 @@ MODEL_KINDS = (WEIGHT, BUFFER)
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """Position of a rank's tensor in the whole model: of a parameter, a part of one, or a buffer."""
+    """Position of a rank's tensor (a parameter, a part of one, or a buffer) in the whole model."""
 
     name: str
     """Name of the parameter or buffer in the whole model."""

@@ -248,7 +248,8 @@ class TorchEngine:
         restore_state(self._build_state(), source, get_checkpoint_names(self.module))
 
 
-# Name of DDP's argument in this release of torch; newer releases warn about the older name.
+# Name of DDP's argument that sends buffers before each forward. Newer releases of torch renamed it, and warn
+# about the older name.
 _BROADCAST_ARGUMENT = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

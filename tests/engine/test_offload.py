@@ -102,4 +102,4 @@ def test_without_a_compiler_torchs_adamw_takes_its_place(tmp_path):
         TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"),
     )
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("CPU Adam cannot be built here") == 1
+    assert result.stderr.count("CPU Adam cannot be built (") == 1
