@@ -96,9 +96,9 @@ def compute_balance_sum(
 ) -> Tensor:
     """Return the micro-batch's part of the load-balancing loss, times the global batch's counted tokens.
 
-    As in transformers, the loss is the number of experts times the sum over experts of (share of tokens
-    routed to the expert) x (mean probability of the expert), both means over the layers. Gradients flow
-    through the probabilities, not through the choice of experts.
+    As in transformers, the loss is E x sum over experts of (share of tokens routed to the expert) x (mean
+    probability of the expert). Shares and probabilities are means over the layers. Gradients flow through the
+    probabilities, not through the choice of experts.
 
     Args:
         logits_NE: The router logits of each layer, (N, E).
@@ -211,8 +211,8 @@ class VocabularyObjective(BaseObjective):
 class CausalLM(VocabularyObjective):
     """The next-token cross entropy over the labels that are not -100.
 
-    A batch holds `input_ids` (B, T) and either `shift_labels` (B, T), where position t holds the token after
-    t, or `labels` (B, T) aligned with the inputs, as transformers has them.
+    A batch has `input_ids` (B, T) and labels in one of two forms: `shift_labels` (B, T), where position t has
+    the token after t, or `labels` (B, T), aligned with the inputs as in transformers.
 
     If the config of a mixture of experts sets `output_router_logits`, the routers' load-balancing loss over
     the counted tokens of the global batch is minimised too. That loss multiplies two sums over the global

@@ -198,7 +198,7 @@ def _build_means(names: Any, function: str) -> dict[str, tuple[str, str]]:
         function: Name of the function, for messages.
 
     Raises:
-        ConfigError: A name cannot be the name of a column, or is that of a built-in column.
+        ConfigError: A name does not match METRIC_NAME, or a built-in column has it.
     """
     names = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
     for name in names:
@@ -226,9 +226,9 @@ def _move_to_device(value: Any, device: torch.device) -> Tensor:
 
 
 def _count_targets(batch: Batch) -> int | Tensor:
-    """Return the number of targets that torch's losses average over; without targets, that of samples.
+    """Return the number of targets that torch's losses average over; without targets, the number of samples.
 
-    These are all elements of floating-point targets, and the class numbers that are not -100.
+    All elements of floating-point targets count, and all class numbers that are not -100.
     """
     targets = next((batch[key] for key in TARGET_KEYS if isinstance(batch.get(key), Tensor)), None)
     if targets is None:

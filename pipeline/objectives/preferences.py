@@ -1,10 +1,11 @@
 """Objectives on answers: pairs (DPO, ORPO, SimPO, CPO), answers without pairs (KTO), scores (reward models).
 
 A segment of a row is a prompt with one answer to it; only the tokens of the answer have labels. A loss takes
-one forward of a micro-batch. Both answers of a pair are in one row, separated by the document mask. Only
-sequence parallelism divides a pair over ranks: these ranks all-reduce the sums of each segment, compute the
-same loss, and each reports 1 / ranks of it. Log-probabilities are summed by segment in fp64, so the order of
-the sum does not matter. A batch of preferences is checked on the host.
+one forward of a micro-batch; KTO may take a second one without gradients. Both answers of a pair are in one
+row, separated by the document mask. Only sequence parallelism divides a pair over ranks: these ranks
+all-reduce the sums of each segment, compute the same loss, and each reports 1 / ranks of it.
+Log-probabilities are summed by segment in fp64, so the order of the sum does not matter. A batch of
+preferences is checked on the host.
 
 A pair is two neighbouring segments of a row, the chosen one first. KTO (Ethayarajh et al. 2024, equations 7
 and 8) compares answers with a baseline: the divergence of the model from its reference on answers to other

@@ -307,7 +307,8 @@ def test_arguments_that_do_not_fit_are_told_with_both_sides():
             ModelCall()(Recorder(eval(f"lambda inputs, {wants}: inputs")), {"inputs": X, "labels": Y})
     with pytest.raises(
         ModelError,
-        match=r"^model\.inputs names 'image', but the batch has x \(3, 2\) float32; name entries of the batch$",
+        match=r"^model\.inputs names 'image', but the batch has x \(3, 2\) float32; name entries of the "
+        r"batch$",
     ):
         ModelCall(["image"])(nn.Linear(2, 1), {"x": X})
 
