@@ -59,7 +59,13 @@ def list_extra_sums(means: Mapping[str, tuple[str, str]]) -> list[str]:
 def sum_losses(
     losses: Sequence[LossSum], means: Mapping[str, tuple[str, str]], device: torch.device
 ) -> LossSum:
-    """Return the sums over micro-batches; an extra that no loss reports is 0, and penalties are left out."""
+    """Return the sums over micro-batches, without penalties.
+
+    Args:
+        losses: Losses of the micro-batches; if there are none, all sums are 0.
+        means: See Objective.means. The result has each extra that they name; one that no loss reports is 0.
+        device: Device of sums that no loss reports.
+    """
     zero = torch.zeros((), device=device)
     extras: dict[str, Tensor] = {}
     for loss in losses:

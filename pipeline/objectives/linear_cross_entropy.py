@@ -221,7 +221,13 @@ def compute_chunked_loss(
 
 
 def scatter_rows(values_N: Tensor, rows: Tensor | None, num_tokens: int) -> Tensor:
-    """Return the values of counted tokens in their rows among all tokens, with 0 in the other rows."""
+    """Return the values of counted tokens in their rows among all tokens, with 0 in the other rows.
+
+    Args:
+        values_N: Values of the counted tokens, one row for each.
+        rows: Rows of the counted tokens; `None`: all tokens count.
+        num_tokens: Number of all tokens.
+    """
     if rows is None:
         return values_N
     return values_N.new_zeros(num_tokens, *values_N.shape[1:]).index_copy_(0, rows, values_N)

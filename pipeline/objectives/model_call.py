@@ -123,8 +123,8 @@ class ModelCall:
     Args:
         input_names: The recipe's list `model.inputs`; `None`: the signature decides. Entries are passed by
             name if the forward has an argument of that name, and the others by position, in this order.
-        with_targets: Whether the model computes its own loss. Targets are then passed too: as an argument
-            with another name of TARGET_KEYS, or after the inputs.
+        with_targets: Whether the model computes its own loss. Targets are then passed too: by name (`label`
+            also for an argument `labels`, or any other of TARGET_KEYS), or by position after the inputs.
         withheld: Further entries that are not passed to the model by its signature.
     """
 
@@ -296,7 +296,9 @@ class _CallPlanner:
         return self._assign(rest, named)
 
     def _assign(self, entries: Sequence[str], named: dict[str, str]) -> CallPlan:
-        """Assign entries to the remaining arguments: by position if these come first, else by name.
+        """Assign entries to the remaining arguments of the signature.
+
+        They are passed by position if the remaining arguments are the signature's first ones, else by name.
 
         Args:
             entries: The entries to assign, in the order of the arguments.

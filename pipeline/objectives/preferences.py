@@ -100,12 +100,13 @@ def get_sequence_group(model: Any) -> SequenceGroup:
     return group
 
 
-# Entries of a batch of preferences; see SegmentObjective.
+# Keys of a batch of preferences; see SegmentObjective.
 SEGMENTS = "segments"
 KINDS = "segment_kinds"
 MARGINS = "margins"
 REFERENCE = "reference_logps"
 SEGMENT_KEYS = (SEGMENTS, KINDS, MARGINS, REFERENCE)
+"""Entries that only the objective reads."""
 POSITIONS = "position_ids"
 
 
@@ -286,6 +287,7 @@ class PairLoss:
     """
 
     form: Literal["sigmoid", "hinge", "ipo", "robust", "odds"]
+    """Formula of the loss."""
     beta: float
     """Factor of the difference of scores. For `odds`, it is the weight of the loss.
 
@@ -333,7 +335,8 @@ def log1mexp(x: Tensor) -> Tensor:
 
 SIDES = ("chosen", "rejected")
 """Answers of a pair as metrics name them, in their order in a row."""
-LOGP_ROUNDING_ERROR = 1e-6  # relative error of log-probabilities in fp32
+LOGP_ROUNDING_ERROR = 1e-6
+"""Relative rounding error of log-probabilities in fp32."""
 
 
 @dataclass(frozen=True)
@@ -343,6 +346,7 @@ class PairSettings:
     name: str
     """The recipe's `objective.kind`."""
     loss: PairLoss
+    """Loss of a pair, given its scores."""
     has_reference: bool = False
     """Whether scores are relative to the log-probabilities of the reference model."""
     by_token: bool = False
@@ -508,8 +512,8 @@ class PairwisePreference(PairObjective):
 class MismatchedDivergence(SegmentObjective):
     """KTO's baseline: the mean over mismatched answers of the log-probability minus the reference's.
 
-    A mismatched answer follows the prompt of another example. Only KTO uses this objective, so
-    `has_reference` is False here, although it reads `reference_logps`: KTO asks the run for them.
+    A mismatched answer follows the prompt of another example. Only KTO uses this objective. It reads
+    `reference_logps`, but its own `has_reference` is False, since KTO's makes the run compute them.
     """
 
     name = "kto"
