@@ -47,10 +47,9 @@ def add_document_bounds(batch: Batch) -> Batch:
     if not (isinstance(positions, Tensor) and isinstance(ids, Tensor) and positions.shape == ids.shape):
         return batch
     bounds = find_document_bounds(positions.cpu())
-    pins = positions.is_cuda or positions.is_pinned()
-    return LoadedBatch({**batch, BOUNDS_KEY: bounds.pin_memory() if pins else bounds}).copy_metadata_from(
-        batch
-    )
+    if positions.is_cuda or positions.is_pinned():  # then the copy to the device does not synchronize
+        bounds = bounds.pin_memory()
+    return LoadedBatch({**batch, BOUNDS_KEY: bounds}).copy_metadata_from(batch)
 
 
 @dataclass(frozen=True)

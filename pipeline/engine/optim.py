@@ -44,6 +44,11 @@ def build_user_optimizer(groups: Groups, config: OptimizerConfig, split: Split) 
 
     It has the groups' `lr_factor`s, and passed a trial; see _OptimizerTrial.
 
+    Args:
+        groups: Parameter groups; see build_groups.
+        config: Optimizer section of the recipe.
+        split: Split of the run, under which the trial has to succeed.
+
     Raises:
         ConfigError: the optimizer cannot be constructed, is no torch optimizer, cannot be resumed or skip a
             step, or cannot work under this split.
@@ -331,8 +336,11 @@ def build_torch_optimizer(
 ) -> Optimizer:
     """Return the optimizer of the groups, with the recipe's settings.
 
-    A group without a `kind` gets the recipe's. If groups have several kinds, the result is a
-    CombinedOptimizer.
+    Args:
+        groups: Parameter groups; see build_groups. A group without a `kind` gets the recipe's. If groups have
+            several kinds, the result is a CombinedOptimizer.
+        config: Optimizer section of the recipe.
+        split: Split of the run, under which a user's own optimizer has to work.
 
     Raises:
         ConfigError: the user's own optimizer cannot be constructed, or cannot work under this split.

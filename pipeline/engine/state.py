@@ -384,6 +384,11 @@ def place_state_tensors(
 
     A state tensor of another shape than the parameter is taken to be whole.
 
+    Args:
+        optimizer: Optimizer that steps the tensor.
+        stepped: The parameter, or its master weights.
+        place: Placement of the parameter.
+
     Raises:
         CheckpointError: The parameter is divided, and a state tensor has another shape, so that its part of
             the whole is unknown.
