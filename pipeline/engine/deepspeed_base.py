@@ -82,7 +82,7 @@ class EngineProcessGroups:
         }
         if sequence & unused:
             sequence_groups._release_sequence_parallel_groups()
-        # The tensor group itself is no criterion: it may be the job's own group, which is never destroyed.
+        # Not decided by the tensor group itself: it may be the job's own group, which is never destroyed.
         if groups._DATA_PARALLEL_GROUP in unused:
             groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
         if p2p._grid is not None and p2p._grid.pp_proc_group in unused:

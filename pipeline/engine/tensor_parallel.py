@@ -234,7 +234,7 @@ def _find_boxes(
         width: Number of indices in the range.
         size: Length of that dimension, which may differ from the one in `view`.
     """
-    num_added = len(view) - len(shape)  # dimensions that the view has more than the matrix
+    num_added = len(view) - len(shape)  # dimensions that the view has in addition
     if dim > num_added:  # a dimension after the matrix's first
         matrix_dim = dim - num_added
         yield tuple((start, start + width) if d == matrix_dim else (0, n) for d, n in enumerate(shape))

@@ -110,7 +110,7 @@ def compute_balance_sum(
     probability_sums_LE = torch.stack(
         [(layer_NE.float().softmax(-1) * is_counted_N1).sum(0) for layer_NE in logits_NE]
     )
-    # The shares add up to experts_per_token, since a token is routed to as many.
+    # The shares add up to experts_per_token, since each token is routed to that many experts.
     token_share_E = tokens_E * (router.experts_per_token / tokens_E.sum().clamp(min=1))
     num_experts = logits_NE[0].shape[-1]
     return num_experts * (token_share_E.float() * probability_sums_LE.mean(0)).sum()

@@ -280,8 +280,8 @@ class ModelLoss(BaseObjective):
         samples = self.count(batch)
         if loss.dim() == 0:
             return LossSum(loss * samples, samples.to(loss.device))
-        # nn.DataParallel returns one mean for each GPU, whose samples are a part that torch.chunk makes. If
-        # the model returns one loss for each sample, each part is one sample.
+        # nn.DataParallel divides the samples over the GPUs by torch.chunk, and returns one mean for each GPU.
+        # If the model returns one loss for each sample, each part is one sample.
         parts = torch.empty(int(samples)).chunk(len(loss))
         sizes = torch.tensor([len(part) for part in parts], device=loss.device)
         return LossSum((loss * sizes).sum(), samples.to(loss.device))

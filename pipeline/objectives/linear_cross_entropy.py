@@ -71,7 +71,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     wide_buffer = b.new_empty(max_rows, num_columns, dtype=total.dtype)
     for total_part, a_part in zip(total.split(max_rows), a.split(max_rows), strict=True):
         product = torch.mm(a_part, b, out=product_buffer[: len(a_part)])
-        # A sum of two dtypes would allocate the copy.
+        # To add `product` directly, torch would allocate such a copy of another dtype each time.
         total_part.add_(wide_buffer[: len(a_part)].copy_(product))
 
 
@@ -173,7 +173,7 @@ def _multiply(gradient: Tensor, incoming: Tensor) -> Tensor:
     """
     if gradient.dtype == incoming.dtype:
         return gradient.mul_(incoming)
-    return gradient * incoming[None]  # with one dimension, its dtype takes part in the result's
+    return gradient * incoming[None]  # a 0-dim tensor would not widen the dtype of the result
 
 
 def compute_chunked_loss(
