@@ -564,7 +564,8 @@ def buffer_shards(buffers: Mapping[str, Tensor], is_written: bool, to_fill: bool
 
     Args:
         buffers: Buffers by name.
-        is_written: Whether this rank writes them. Only one rank does, since buffers may differ between ranks.
+        is_written: Whether this rank writes them. Only one of the ranks that have them does, since their
+            values may differ.
         to_fill: See TensorPlacement.shards.
     """
     for name, buffer in buffers.items():
