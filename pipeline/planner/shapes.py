@@ -30,8 +30,10 @@ from pipeline.planner.model import DecoderDimensions, ModelSpec, ParameterSpec
 
 FAMILIES_FILE = Path(__file__).with_name("families.yaml")
 OUTPUT_LAYER_PREFIX = "lm_head."
-LIMITS = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31, "vocab_size": 2**28}
-"""Largest number that a config may have in a field; 2**24 in any other. A recipe may not say more either."""
+OUTPUT_LAYER_WEIGHT = "lm_head.weight"
+"""Name of the output layer's weight. A tied input embedding may also be named so in patterns."""
+MAX_FIELD_VALUES = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31, "vocab_size": 2**28}
+"""Largest value of a config's field, as in the recipe's schema; 2**24 for any other field."""
 
 
 @cache
@@ -44,8 +46,8 @@ def read_families() -> Mapping[str, Mapping[str, Any]]:
 
 def standardize_keys(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the field names that most families use: `n_embd` becomes `hidden_size`."""
-    words = read_families()[family].get("words", {})
-    return {words.get(key, key): value for key, value in config.items()}
+    standard_keys = read_families()[family].get("standard_keys", {})
+    return {standard_keys.get(key, key): value for key, value in config.items()}
 
 
 def build_model_spec(family: str, stated: Mapping[str, Any], gives_scores: bool = False) -> ModelSpec | None:
@@ -80,7 +82,7 @@ def build_model_spec(family: str, stated: Mapping[str, Any], gives_scores: bool 
     outside = [
         each
         for each in _parse_parameters(template["outside"], config, sizes)
-        if not (each.name == f"{OUTPUT_LAYER_PREFIX}weight" and dimensions.tied)
+        if not (each.name == OUTPUT_LAYER_WEIGHT and dimensions.tied)
         and not (gives_scores and each.name.startswith(OUTPUT_LAYER_PREFIX))
     ]
     if gives_scores:
@@ -96,10 +98,15 @@ def build_model_spec(family: str, stated: Mapping[str, Any], gives_scores: bool 
 
 
 def _read_int(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first of these fields that the config has, a whole number, else the default."""
+    """Return the value of the first of these fields that the config has, or the default.
+
+    Raises:
+        ModelError: The value is no whole number in range, or the config has no such field and there is no
+            default.
+    """
     for name in names:
         value = config.get(name)
-        limit = LIMITS.get(name, 2**24)
+        limit = MAX_FIELD_VALUES.get(name, 2**24)
         if value is None or (value == 0 and default is not None):
             continue
         if type(value) is not int or not 0 < value <= limit:
@@ -115,7 +122,7 @@ def _read_dimensions(family: str, config: Mapping[str, Any], gives_scores: bool)
     heads = _read_int(config, "num_attention_heads")
     key_value_heads = _read_int(config, "num_key_value_heads", default=heads)
     if heads % key_value_heads:
-        raise ModelError(f"num_key_value_heads is {key_value_heads}: it does not divide {heads} heads")
+        raise ModelError(f"num_key_value_heads is {key_value_heads}: expected a divisor of the {heads} heads")
     experts = _read_int(config, "num_local_experts", "num_experts", default=0)
     intermediate = _read_int(config, "intermediate_size", default=4 * hidden)
     if experts:
@@ -140,26 +147,32 @@ def _read_dimensions(family: str, config: Mapping[str, Any], gives_scores: bool)
 def _parse_parameters(
     lines: str, config: Mapping[str, Any], sizes: Mapping[str, int], layer: Any = None
 ) -> Iterator[ParameterSpec]:
+    """Yield the parameters that lines of families.yaml describe for this config.
+
+    Args:
+        lines: Lines of the form `NAME DIMENSIONS [? FIELD]`.
+        config: Config of the model, with standardized keys.
+        sizes: Size for each letter of a dimension.
+        layer: Layout of the weights of linear layers.
+    """
     for line in lines.splitlines():
-        what, _, field = line.partition(" ? ")
+        description, _, field = line.partition(" ? ")
         if field and not config.get(field):
             continue
-        name, *dimensions = what.split()
+        name, *dimensions = description.split()
         shape = tuple(_evaluate_size(text, sizes) for text in dimensions)
         is_linear = len(shape) == 2 and not name.startswith("mlp.gate.")  # a router is no linear layer
         yield ParameterSpec(name, shape, layer=layer if is_linear else None)
 
 
 def _evaluate_size(text: str, sizes: Mapping[str, int]) -> int:
+    """Return the number of a dimension such as `Q+2K`."""
     total = 0
     for term in text.split("+"):
         match = re.fullmatch(r"(\d*)([A-Z]?)", term)
         assert match is not None
         total += int(match[1] or 1) * (sizes[match[2]] if match[2] else 1)
     return total
-
-
-TIED_NAME = "lm_head.weight"
 
 
 def read_model_spec(config: RunConfig) -> ModelSpec | None:
@@ -175,7 +188,7 @@ def read_model_spec(config: RunConfig) -> ModelSpec | None:
     model = config.model.language_model
     if model is None:
         return None
-    words = read_vocabulary_size(config)
+    vocabulary_size = read_vocabulary_size(config)
     scores = config.objective.kind == "reward"
     if model.pretrained is not None:
         stated = read_pretrained_config(model.pretrained)
@@ -189,12 +202,12 @@ def read_model_spec(config: RunConfig) -> ModelSpec | None:
             return None
         stated = standardize_keys(family, stated)
         if model.grow_vocabulary:
-            stated["vocab_size"] = max(words or 0, stated.get("vocab_size", 0))
+            stated["vocab_size"] = max(vocabulary_size or 0, stated.get("vocab_size", 0))
     else:
         family = model.architecture or ""
         if family not in read_families():
             return None
-        stated = _new_model_config(model, family, words, config.data.tokens_per_row)
+        stated = _new_model_config(model, family, vocabulary_size, config.data.tokens_per_row)
     try:
         found = build_model_spec(family, stated, scores)
     except ModelError as error:
@@ -222,25 +235,26 @@ def mark_trained(model: ModelSpec, freeze: list[str] | None, adapter: AdapterCon
         }
         parameters = (replace(each, trains=each.name not in frozen) for each in model.parameters)
         model = replace(model, parameters=tuple(parameters))
-    return model if adapter is None else _with_adapter(model, adapter)
+    return model if adapter is None else _add_adapter(model, adapter)
 
 
 def _all_names(parameter: ParameterSpec, model: ModelSpec) -> tuple[str, ...]:
     """Return all names of a parameter: a tied embedding is also the output layer's weight."""
     is_tied = model.dimensions is not None and model.dimensions.tied and parameter is model.parameters[0]
-    return (parameter.name, TIED_NAME) if is_tied else (parameter.name,)
+    return (parameter.name, OUTPUT_LAYER_WEIGHT) if is_tied else (parameter.name,)
 
 
 def _new_model_config(
-    model: CausalLMConfig, family: str, words: int | None, sequence_length: int | None
+    model: CausalLMConfig, family: str, vocabulary_size: int | None, sequence_length: int | None
 ) -> dict[str, Any]:
     """Return the config of a model with new weights, from the recipe and the data."""
     defaults = read_families()[family]["defaults"]
     fields = standardize_keys(family, model.extra)
-    for ours, theirs in TRANSFORMERS_FIELDS.items():
-        if (value := getattr(model, ours)) is not None:
-            fields[theirs] = value
-    fields.setdefault("vocab_size", words or defaults["vocab_size"])
+    for recipe_key, transformers_key in TRANSFORMERS_FIELDS.items():
+        value = getattr(model, recipe_key)
+        if value is not None:
+            fields[transformers_key] = value
+    fields.setdefault("vocab_size", vocabulary_size or defaults["vocab_size"])
     if sequence_length is not None:
         fields.setdefault("max_position_embeddings", sequence_length)
     heads = fields.get("num_attention_heads")
@@ -262,7 +276,7 @@ def read_vocabulary_size(config: RunConfig) -> int | None:
     if given is None:
         return documents.tokenizer.vocab_size
     try:
-        tokenizer = json.loads(_read(given, "tokenizer.json", "data.tokenizer.pretrained"))
+        tokenizer = json.loads(_read_model_file(given, "tokenizer.json", "data.tokenizer.pretrained"))
         ids = [*tokenizer["model"]["vocab"].values()] if "vocab" in tokenizer["model"] else []
         ids += [each["id"] for each in tokenizer.get("added_tokens", [])]
         return max(ids) + 1
@@ -286,17 +300,30 @@ def read_pretrained_config(given: str) -> dict[str, Any]:
         ModelError: The file does not exist, or is no JSON object.
     """
     try:
-        found = json.loads(_read(given, "config.json", "model.pretrained"))
+        found = json.loads(_read_model_file(given, "config.json", "model.pretrained"))
     except (ValueError, RecursionError) as error:
         raise ModelError(
-            f"model.pretrained: {given!r}: config.json is no JSON ({summarize_error(error)})"
+            f"model.pretrained: {given!r}: config.json is no JSON ({summarize_error(error)}); "
+            "download the model again"
         ) from None
     if not isinstance(found, dict):
-        raise ModelError(f"model.pretrained: {given!r}: config.json is no JSON object")
+        raise ModelError(
+            f"model.pretrained: {given!r}: config.json is no JSON object; download the model again"
+        )
     return found
 
 
-def _read(given: str, name: str, key: str) -> bytes:
+def _read_model_file(given: str, name: str, key: str) -> bytes:
+    """Return a file of a model's folder, or of a model on the hub.
+
+    Args:
+        given: Folder or hub name; for `tokenizer.json` also the path of the file itself.
+        name: Name of the file.
+        key: Key of the recipe that `given` is the value of, for errors.
+
+    Raises:
+        ModelError: The file does not exist, or cannot be read.
+    """
     path = Path(given).expanduser()
     if path.is_file() and name == "tokenizer.json":
         folder = path.parent
@@ -304,9 +331,9 @@ def _read(given: str, name: str, key: str) -> bytes:
     elif path.is_dir():
         folder = path
     elif is_path(given):
-        raise ModelError(f"{key}: {given!r}: there is no such folder")
+        raise ModelError(f"{key}: {given!r}: there is no such folder; give a folder or a hub name")
     else:
-        return _from_hub(given, name, key)
+        return _download_file(given, name, key)
     try:
         return read_regular_file(folder / name, MAX_DESCRIPTION_BYTES)
     except FileNotFoundError:
@@ -315,8 +342,8 @@ def _read(given: str, name: str, key: str) -> bytes:
         raise ModelError(f"{key}: {given!r}: {name}: {error.strerror or error}") from None
 
 
-def _from_hub(given: str, name: str, key: str) -> bytes:
-    from huggingface_hub import hf_hub_download  # half a second, where a name on the hub is given
+def _download_file(given: str, name: str, key: str) -> bytes:
+    from huggingface_hub import hf_hub_download  # takes half a second to import
 
     try:
         with use_hub_or_cache(key, given, ModelError):
@@ -328,7 +355,13 @@ def _from_hub(given: str, name: str, key: str) -> bytes:
         ) from None
 
 
-def _with_adapter(model: ModelSpec, adapter: AdapterConfig) -> ModelSpec:
+def _add_adapter(model: ModelSpec, adapter: AdapterConfig) -> ModelSpec:
+    """Return the model with the adapter's matrices, which alone are trained, and `modules_to_save`.
+
+    Raises:
+        ConfigError: A pattern of the adapter matches nothing.
+        ModelError: The adapter starts from a PEFT folder that cannot be read.
+    """
     adapter = _complete_adapter(adapter)
     rank = adapter.rank or DEFAULT_ADAPTER_RANK
     layers = {_module_name(each.name): each for each in model.parameters if each.layer is not None}
@@ -383,11 +416,12 @@ def _complete_adapter(adapter: AdapterConfig) -> AdapterConfig:
     if adapter.weights is None:
         return adapter
     try:
-        found = json.loads(_read(adapter.weights, "adapter_config.json", "adapter.weights"))
+        found = json.loads(_read_model_file(adapter.weights, "adapter_config.json", "adapter.weights"))
         targets = found.get("target_modules")
-        said = {"rank": int(found["r"]), "targets": targets if isinstance(targets, list) else None}
+        stated = {"rank": int(found["r"]), "targets": targets if isinstance(targets, list) else None}
     except (KeyError, TypeError, ValueError):
         raise ModelError(
-            f"adapter.weights: {adapter.weights!r}: adapter_config.json says neither rank (r) nor layers"
+            f"adapter.weights: {adapter.weights!r}: adapter_config.json has no rank (r) or is no "
+            "JSON; give a folder that peft's save_pretrained wrote"
         ) from None
-    return adapter.model_copy(update={key: v for key, v in said.items() if getattr(adapter, key) is None})
+    return adapter.model_copy(update={key: v for key, v in stated.items() if getattr(adapter, key) is None})

@@ -44,7 +44,7 @@ def test_every_family_has_the_parameters_of_transformers(family):
 def test_the_defaults_are_transformers_own(family):
     default = AutoConfig.for_model(family)
     template = read_families()[family]
-    theirs = {ours: own for own, ours in template.get("words", {}).items()}
+    theirs = {ours: own for own, ours in template.get("standard_keys", {}).items()}
     for key, value in template["defaults"].items():
         name = theirs.get(key, key)
         assert getattr(default, name if hasattr(default, name) else key) == value, key
