@@ -55,7 +55,8 @@ class StateBytes:
     """Bytes of the states of one rank in one kind of memory."""
 
     weights: int = 0
-    """Bytes of the weights that forward and backward use, with a frozen base and hpZ's second copy."""
+    """Bytes of the weights that forward and backward use, including a frozen base and the second copy of
+    ZeRO++ (hpZ)."""
     gradients: int = 0
     """Bytes of the gradients right before a step."""
     masters: int = 0
@@ -90,7 +91,7 @@ class RankStates:
 
 
 def count_states(rank: RankSlice) -> RankStates:
-    """Return the states of a rank between two steps, with the gradients right before a step."""
+    """Return the bytes of a rank's states between two steps; gradients count as right before a step."""
     if rank.resolved.deepspeed is None or rank.stage == 0:
         return _count_whole(rank)
     if rank.stage == 3:
@@ -105,7 +106,7 @@ def _count_whole(rank: RankSlice) -> RankStates:
     masters = 4 * trained if rank.weight_size == 2 else 0
     optimizer = rank.config.optimizer
     kept = sum(
-        count_moment_bytes(optimizer, group.kind, p.shape, counts=True)
+        count_moment_bytes(optimizer, group.kind, p.shape, has_step_count=True)
         for group in rank.groups
         for p in group.parameters
     )
@@ -113,7 +114,7 @@ def _count_whole(rank: RankSlice) -> RankStates:
 
 
 def count_moment_bytes(
-    optimizer: OptimizerConfig, kind: str, shape: tuple[int, ...], size: int = 4, counts: bool = False
+    optimizer: OptimizerConfig, kind: str, shape: tuple[int, ...], size: int = 4, has_step_count: bool = False
 ) -> int:
     """Return the bytes that an optimizer keeps for a tensor.
 
@@ -122,10 +123,10 @@ def count_moment_bytes(
         kind: `adamw`, `sgd`, `adafactor` or `muon`. The user's own optimizer counts as `adamw`.
         shape: Shape of the tensor.
         size: Bytes of an element of the states.
-        counts: Whether to add torch's count of steps, which is a tensor.
+        has_step_count: Whether the optimizer counts its steps in a tensor, as torch's do.
     """
     number = prod(shape)
-    step = STEP_COUNT_BYTES if counts else 0
+    step = STEP_COUNT_BYTES if has_step_count else 0
     if kind == "sgd":
         return size * number if optimizer.momentum else 0
     if kind == "muon":
@@ -145,36 +146,42 @@ class ZeroPartition:
     """Number of elements in the partition, with padding."""
     whole: int
     """Number of elements in the whole group, with padding."""
-    touched: int
+    overlapping: int
     """Number of elements of all parameters that overlap the partition, counted whole."""
-    missing: int
-    """Number of elements of the partition that are padding."""
+    padding: int
+    """Number of elements of the partition that belong to no parameter."""
 
     @classmethod
-    def from_group(cls, group: OptimizerGroup, sharers: int, place: int, aligned: int) -> ZeroPartition:
+    def from_group(cls, group: OptimizerGroup, sharers: int, place: int, alignment: int) -> ZeroPartition:
         """Return the partition of rank `place` among the `sharers` ranks that share a group.
 
-        The start of each parameter is padded to a multiple of `aligned` elements.
+        The start of each parameter is padded to a multiple of `alignment` elements.
         """
-        ends = []
+        bounds = []
         end = 0
         for p in group.parameters:
-            start = -(-end // aligned) * aligned
+            start = -(-end // alignment) * alignment
             end = start + p.numel
-            ends.append((start, end))
+            bounds.append((start, end))
         unit = _ALIGNMENT * sharers
         own = -(-end // unit) * unit // sharers
         first = own * place
         last = own * (place + 1)
-        inside = [(start, end) for start, end in ends if start < last and end > first]
+        inside = [(start, end) for start, end in bounds if start < last and end > first]
         filled = sum(min(end, last) - max(start, first) for start, end in inside)
-        return cls(own, own * sharers, sum(end - start for start, end in inside), own - filled)
+        return cls(
+            own=own,
+            whole=own * sharers,
+            overlapping=sum(end - start for start, end in inside),
+            padding=own - filled,
+        )
 
 
 def partition_groups(rank: RankSlice) -> list[ZeroPartition]:
     """Return the rank's partition of each group at ZeRO 1 and 2."""
-    aligned = 16 // rank.weight_size if rank.zero("parameter_alignment") and not rank.adds_in_fp32 else 1
-    return [ZeroPartition.from_group(group, rank.sharers, rank.place, aligned) for group in rank.groups]
+    is_aligned = rank.zero("parameter_alignment") and not rank.adds_in_fp32
+    alignment = 16 // rank.weight_size if is_aligned else 1
+    return [ZeroPartition.from_group(group, rank.sharers, rank.place, alignment) for group in rank.groups]
 
 
 def _count_partitioned(rank: RankSlice) -> RankStates:
@@ -188,27 +195,27 @@ def _count_partitioned(rank: RankSlice) -> RankStates:
         gradients = rank.weight_size * trained + rank.gradient_size * sum(part.whole for part in parts)
         return RankStates(StateBytes(weights, gradients, 4 * own, _count_partition_moments(rank, parts)))
     master = 2 if has_16bit_master_weights(rank.json) else 4
-    is_compact = (
-        rank.gradient_size == 4 and rank.weight_size == 2
-    )  # DeepSpeed adds gradients up in a flat partition
+    # With fp32 gradients of 16-bit weights, DeepSpeed adds up only those of the rank's own partition.
+    is_compact = rank.gradient_size == 4 and rank.weight_size == 2
     gradients = rank.gradient_size * own if is_compact else _count_overlapping_gradients(rank, parts)
     if rank.offloads("optimizer") is None:
         return RankStates(StateBytes(weights, gradients, master * own, _count_partition_moments(rank, parts)))
-    waiting = 0
+    accumulated = 0
     accumulates = rank.resolved.batch_plan.gradient_accumulation_steps > 1
     if rank.stage == 2 and accumulates and not is_compact and master == 4:
-        waiting = rank.weight_size * sum(part.touched for part in parts)
-    host = StateBytes(0, master * own + waiting, master * own, _count_partition_moments(rank, parts))
+        # DeepSpeed also keeps the sum over micro-batches in main memory, of each overlapping parameter whole.
+        accumulated = rank.weight_size * sum(part.overlapping for part in parts)
+    host = StateBytes(0, master * own + accumulated, master * own, _count_partition_moments(rank, parts))
     return RankStates(StateBytes(weights, gradients if is_compact else 0), host)
 
 
 def _count_overlapping_gradients(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
     """Return the bytes of all gradients that overlap this rank's partitions, and of zeros for the padding."""
-    zeros = sum(part.missing for part in parts)
+    zeros = sum(part.padding for part in parts)
     for group, part in zip(rank.groups, parts, strict=True):
         if group.parameters[0].name == STAND_IN:
-            zeros += part.touched
-    return rank.weight_size * sum(part.touched for part in parts) + rank.gradient_size * zeros
+            zeros += part.overlapping
+    return rank.weight_size * sum(part.overlapping for part in parts) + rank.gradient_size * zeros
 
 
 def _count_partition_moments(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
@@ -225,9 +232,9 @@ def _count_flat_moments(rank: RankSlice, kind: str, number: int, on_host: bool =
     DeepSpeed's CPU Adam steps on the host (`on_host`) if the optimizer is offloaded. It counts steps in a
     Python number, and so keeps no tensor for them.
     """
-    is_own = kind == "adamw" and rank.offloads("optimizer") is not None and on_host
+    is_cpu_adam = kind == "adamw" and rank.offloads("optimizer") is not None and on_host
     size = 2 if has_16bit_optimizer_states(rank.json) else 4
-    return count_moment_bytes(rank.config.optimizer, kind, (number,), size, counts=not is_own)
+    return count_moment_bytes(rank.config.optimizer, kind, (number,), size, has_step_count=not is_cpu_adam)
 
 
 def list_sub_groups(rank: RankSlice) -> list[tuple[str, int]]:
@@ -313,16 +320,15 @@ def _count_sharded(rank: RankSlice) -> RankStates:
     return RankStates(device, host + StateBytes(0, gradients), disk)
 
 
-# Numbers of elements.
 _MIN_BUCKET_ELEMENTS = 50_000_000  # a reduction of fewer takes as long, because of its latency
 _MAX_BUCKET_ELEMENTS = 500_000_000
-_FLAT_ELEMENTS = 500_000_000  # DeepSpeed flattens so many at once if it reduces after the backward
-_REUSE_DISTANCE = (
-    1_000_000_000  # default of stage3_max_reuse_distance: ZeRO 3 keeps parameters used within it
-)
+_NUM_BUCKETS = 8  # target for a model, so that most of it is reduced during its backward
+_FLAT_ELEMENTS = 500_000_000  # DeepSpeed flattens this many at once if it reduces after the backward
+# Default of stage3_max_reuse_distance. ZeRO 3 keeps a gathered parameter if it is used again within so many
+# elements.
+_REUSE_DISTANCE = 1_000_000_000
 _PREFETCH_ELEMENTS = 50_000_000  # default of stage3_prefetch_bucket_size
-_NUM_BUCKETS = 8  # to aim for, so that most of a model is reduced during its backward
-_NORM_BYTES = 8  # of an element of the fp64 copy from which DeepSpeed takes an offloaded gradient's norm
+_NORM_BYTES = 8  # DeepSpeed copies an offloaded gradient to fp64 for its norm; bytes of an element
 
 
 @dataclass(frozen=True)
@@ -337,11 +343,13 @@ class EngineBuffers:
     """Peak in a backward, above `always` and the gradients kept for the step. Includes gradients that are not
     reduced yet."""
     step: int = 0
-    """Peak in the optimizer's step, above `always`; with the buffers that reduce all gradients before it."""
+    """Peak in the optimizer's step, above `always`. Includes the buffers in which all gradients are reduced
+    before it."""
     host: int = 0
     """Bytes in main memory from the start on."""
     keeps_gradients: bool = False
-    """Whether gradients exist during a forward: of earlier micro-batches, or in a buffer never freed."""
+    """Whether gradients exist during a forward: those of earlier micro-batches, or a buffer that is never
+    freed."""
 
 
 def fit_bucket_size(stated: Any, num_parameters: int) -> int:
@@ -379,19 +387,21 @@ def count_buffers(rank: RankSlice) -> EngineBuffers:
     if rank.split.parallel != "ddp":
         return EngineBuffers(step=unfused, keeps_gradients=accumulates)
     # DDP's buckets hold gradients from the first backward on; those of earlier micro-batches come on top.
-    apart = 4 * trained if accumulates else 0
-    backward = apart + 4 * _count_largest(rank)
-    return EngineBuffers(forward=apart, backward=backward, step=unfused, keeps_gradients=True)
+    earlier = 4 * trained if accumulates else 0
+    backward = earlier + 4 * _count_largest(rank)
+    return EngineBuffers(forward=earlier, backward=backward, step=unfused, keeps_gradients=True)
 
 
 def _count_largest(rank: RankSlice) -> int:
+    """Return the number of elements of the largest trained parameter."""
     return max((p.numel for group in rank.groups for p in group.parameters), default=0)
 
 
 def _choose_bucket_size(rank: RankSlice) -> int:
-    staged = rank.split.pipeline_stages > 1
-    number = sum(group.numel for group in rank.groups) if staged else rank.model_numel
-    return fit_bucket_size(rank.zero("reduce_bucket_size"), number)
+    """Return the number of elements in the rank's bucket of gradients."""
+    has_stages = rank.split.pipeline_stages > 1
+    num_parameters = sum(group.numel for group in rank.groups) if has_stages else rank.model_numel
+    return fit_bucket_size(rank.zero("reduce_bucket_size"), num_parameters)
 
 
 def _count_partitioned_buffers(rank: RankSlice, accumulates: bool) -> EngineBuffers:
@@ -400,20 +410,20 @@ def _count_partitioned_buffers(rank: RankSlice, accumulates: bool) -> EngineBuff
     size = rank.weight_size
     trained = size * sum(group.numel for group in rank.groups)
     largest = size * _count_largest(rank)
-    kept = size * sum(part.touched for part in parts)
+    kept = size * sum(part.overlapping for part in parts)
     is_compact = rank.gradient_size == 4 and size == 2
     offload = rank.offloads("optimizer")
     overlaps = bool(rank.zero("overlap_comm", False)) and rank.split.pipeline_stages == 1
     bucket = _choose_bucket_size(rank)
-    apart = (rank.gradient_size if rank.stage == 1 else size) * bucket * (2 if overlaps else 1)
-    sent = bucket * 4 if is_compact else size * bucket * (rank.sharers > 1)
+    buckets = (rank.gradient_size if rank.stage == 1 else size) * bucket * (2 if overlaps else 1)
+    reduced_copy = bucket * 4 if is_compact else size * bucket * (rank.sharers > 1)
     forward = 0
     step = 0
-    backward = apart + sent + largest
+    backward = buckets + reduced_copy + largest
     if rank.stage == 1 and (accumulates or not overlaps):  # a rank has all gradients until the last backward
         whole = trained - (0 if offload else kept)
         forward = whole if accumulates else 0
-        backward = max(whole, trained + apart // 2 + largest) if overlaps else whole
+        backward = max(whole, trained + buckets // 2 + largest) if overlaps else whole
         step = trained if not overlaps and not offload else whole
     elif accumulates and not is_compact and offload is None:
         backward += kept  # gradients of this micro-batch, before they are added to the others
@@ -450,31 +460,34 @@ def _sum_by_block(parameters: Iterable[ParameterSpec], sharers: int = 1) -> list
 def _count_sharded_buffers(rank: RankSlice) -> EngineBuffers:
     """Return the engine's buffers at ZeRO 3, which gathers one block, or one parameter outside, at a time."""
     size = rank.weight_size
-    apart = {p.name for p in list_persistent_parameters(rank)}
-    units = _sum_by_block((p for p in rank.own.parameters if p.name not in apart), rank.sharers)
-    block = max(units)
-    together = sum(units)
+    persistent_names = {p.name for p in list_persistent_parameters(rank)}
+    units = _sum_by_block((p for p in rank.own.parameters if p.name not in persistent_names), rank.sharers)
+    largest_unit = max(units)
+    all_units = sum(units)
     bucket = min(_choose_bucket_size(rank), int(rank.zero("reduce_bucket_size", 1 << 62)))
-    sent = 4 if rank.split.sequence_parallel > 1 else size  # bytes of an element that is being reduced
-    prefetched = min(int(rank.zero("stage3_prefetch_bucket_size", _PREFETCH_ELEMENTS)), together)
-    reused = int(rank.zero("stage3_max_reuse_distance", _REUSE_DISTANCE)) // 2 + block
-    gathered = size * min(together, reused)
-    copied = size * block  # gathered shards, before they are copied into the parameters
+    reduced_size = 4 if rank.split.sequence_parallel > 1 else size  # bytes of an element in a reduction
+    prefetched = min(int(rank.zero("stage3_prefetch_bucket_size", _PREFETCH_ELEMENTS)), all_units)
+    reused = int(rank.zero("stage3_max_reuse_distance", _REUSE_DISTANCE)) // 2 + largest_unit
+    gathered = size * min(all_units, reused)
+    copied = size * largest_unit  # gathered shards, before they are copied into the parameters
     if rank.sharers == 1:
         prefetched = copied = 0
         if rank.offloads("param") is None or rank.on_cpu:
             gathered = 0  # the shard of a single rank is the parameter itself
     trained = max(_sum_by_block(p for group in rank.groups for p in group.parameters))
-    reduced = sent * min(bucket, trained)
+    reduced = reduced_size * min(bucket, trained)
     if rank.offloads("optimizer") is not None:
         reduced = max(reduced, _NORM_BYTES * -(-_count_largest(rank) // rank.sharers))
         step = 0
     else:
-        halves = size == 2 and has_16bit_master_weights(rank.json)
-        each = rank.gradient_size + (4 if rank.gradient_size == 2 and not halves else 0)
-        step = each * max((own for _, own in list_sub_groups(rank)), default=0)
+        has_16bit_masters = size == 2 and has_16bit_master_weights(rank.json)
+        # A sub-group's gradients are copied into a flat tensor, and into fp32 for fp32 master weights.
+        bytes_per_value = rank.gradient_size
+        if rank.gradient_size == 2 and not has_16bit_masters:
+            bytes_per_value += 4
+        step = bytes_per_value * max((own for _, own in list_sub_groups(rank)), default=0)
     return EngineBuffers(
-        always=sent * bucket,
+        always=reduced_size * bucket,
         forward=gathered + copied + size * prefetched,
         backward=gathered + size * trained + reduced,
         step=step,
