@@ -27,19 +27,20 @@ from pipeline.planner.model import (
     compute_padded_vocabulary,
 )
 
-PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto", "cpo")
+PREFERENCE_OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto", "cpo")
+"""Kinds of objectives that need the loss of each token, and not only its sum."""
 
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """Choice of the blocks that recompute activations in the backward, and of the activations they keep."""
+    """Selects the blocks that recompute activations in the backward, and the activations that they keep."""
 
     mode: str = "none"
     """`none`; `full`: blocks keep only their inputs; `selective`: they keep results of matrix products."""
     every: int = 1
-    """Number N: blocks 0, N, 2N, ... recompute."""
+    """Distance N of the blocks that recompute: blocks 0, N, 2N, ..."""
     offload: bool = False
-    """Whether the inputs of blocks that recompute are kept in host memory."""
+    """Whether the inputs of the blocks that recompute are offloaded to host memory."""
 
     @classmethod
     def from_model(cls, model: CausalLMConfig) -> RecomputePolicy:
@@ -109,8 +110,8 @@ class MicroBatchSpec:
     """Number of tokens in a row, before sequence parallelism cuts it."""
     blocks: int
     """Number of blocks on the rank; in a pipeline, those of its stage."""
-    first: int = 0
-    """Number of the model's blocks that are on earlier pipeline stages."""
+    first_block: int = 0
+    """Index in the whole model of this rank's first block."""
     micro_batches: int = 1
     """Number of micro-batches in a step."""
     apart: bool = False
@@ -133,7 +134,7 @@ class MicroBatchSpec:
     stage: int = 0
     """Index of the rank's pipeline stage, from 0."""
     adapter: AdapterShape | None = None
-    """`None` if the weights themselves are trained."""
+    """Low-rank matrices of a block; `None` if the weights themselves are trained."""
 
     @property
     def tokens(self) -> int:
@@ -161,12 +162,12 @@ class MicroBatchSpec:
         return self.recompute.mode == "selective"
 
     @property
-    def computes_in(self) -> int:
-        """Bytes of an element that a matrix product returns."""
+    def product_element_size(self) -> int:
+        """Bytes of an element in the result of a matrix product."""
         return 4 if self.precision == "fp32" else 2
 
     @property
-    def holds_in(self) -> int:
+    def weight_element_size(self) -> int:
         """Bytes of an element of a weight."""
         return 2 if self.precision == "half" else 4
 
@@ -200,7 +201,7 @@ class MicroBatchSpec:
             rows=resolved.batch_plan.micro_batch_size,
             length=length,
             blocks=dimensions.layers,
-            first=dimensions.first_layer,
+            first_block=dimensions.first_layer,
             micro_batches=resolved.batch_plan.gradient_accumulation_steps,
             apart=documents is not None and documents.separate_documents,
             recompute=RecomputePolicy.from_model(model),
@@ -219,7 +220,7 @@ def _choose_loss_form(objective: str) -> str:
     """Return `loss` of MicroBatchSpec for an objective."""
     if objective == "reward":
         return "scores"
-    return "tokens" if objective in PREFERENCES else "linear"
+    return "tokens" if objective in PREFERENCE_OBJECTIVES else "linear"
 
 
 def _name_family(family: str, extra: dict[str, Any]) -> str:
@@ -247,44 +248,48 @@ class LossBytes:
     """Peak in the backward, including `kept`."""
 
 
-def count_loss_bytes(work: MicroBatchSpec, hidden: int, words: int, trained: bool = True) -> LossBytes:
+def count_loss_bytes(work: MicroBatchSpec, hidden: int, vocabulary: int, trained: bool = True) -> LossBytes:
     """Return the bytes of output layer and loss for one micro-batch.
 
     Args:
         work: How the rank computes the micro-batch.
         hidden: Hidden size.
-        words: Rows of this rank's output layer.
+        vocabulary: Number of rows of this rank's output layer.
         trained: Whether the output layer's weight is trained.
     """
     if work.loss == "scores":
         return LossBytes(0.0, 0.0, 0.0)
     on_cpu = work.device == "cpu"
-    size = work.computes_in
+    size = work.product_element_size
     tokens = work.tokens
-    full = compute_padded_vocabulary(words, work.device)
-    copied = work.precision == "autocast" or full > words
-    cast = full * hidden * size if copied else 0
-    block = choose_block_rows(full, on_cpu)
-    chunk = choose_chunk_tokens(tokens, words, size, on_cpu)
-    temporaries = 2 * min(chunk, block) * full * 4
-    added = min(full * hidden, max(256 * hidden, CPU_GRADIENT_ELEMENTS)) * 6 if on_cpu and size == 2 else 0
+    padded = compute_padded_vocabulary(vocabulary, work.device)
+    is_copied = work.precision == "autocast" or padded > vocabulary
+    weight_copy = padded * hidden * size if is_copied else 0
+    block = choose_block_rows(padded, on_cpu)
+    chunk = choose_chunk_tokens(tokens, vocabulary, size, on_cpu)
+    softmax = 2 * min(chunk, block) * padded * 4
+    # A CPU adds the weight's gradient piece by piece; a piece exists in half precision and in fp32.
+    piece = min(padded * hidden, max(256 * hidden, CPU_GRADIENT_ELEMENTS)) * 6 if on_cpu and size == 2 else 0
     # The hidden states, their copy in half precision, and a copy of only those that count in the loss.
     copies = tokens * hidden * (2 if work.precision == "half" else 4)
     copies += tokens * hidden * size * ((work.precision == "autocast") + (work.apart and on_cpu))
-    gradient = full * hidden * 4 if trained else 0
-    most = cast + copies + chunk * full * size + max(temporaries, added) + 64 * tokens
-    given = words * hidden * work.holds_in if trained and work.holds_in != 4 else 0
-    if work.loss == "tokens":
-        return LossBytes(most, 0.0, most + gradient + tokens * hidden * size + given)
-    return LossBytes(most + gradient, gradient, gradient + given)
+    gradient = padded * hidden * 4 if trained else 0
+    without_gradient = weight_copy + copies + chunk * padded * size + max(softmax, piece) + 64 * tokens
+    # The gradient in the weight's own precision, to which the fp32 gradient is cast.
+    has_cast_gradient = trained and work.weight_element_size != 4
+    cast_gradient = vocabulary * hidden * work.weight_element_size if has_cast_gradient else 0
+    if work.loss == "tokens":  # the backward computes the logits again
+        backward = without_gradient + gradient + tokens * hidden * size + cast_gradient
+        return LossBytes(forward=without_gradient, kept=0.0, backward=backward)
+    return LossBytes(forward=without_gradient + gradient, kept=gradient, backward=gradient + cast_gradient)
 
 
 COEFFICIENTS_FILE = Path(__file__).with_name("activations.json")
-# Products without the number of tokens: the share of a block's bytes that its weights take.
+# Names of products of sizes, see `compute_terms`. Those without a number of tokens count bytes of weights.
 WEIGHT_TERMS = ("DI", "DQ", "DK", "D", "I", "Q", "K", "EDI", "ED", "DR", "IR", "QR", "KR")
 TOKEN_TERMS = ("ND", "NI", "NQ", "NK", "NH", "NG", "NW", "NE", "NA", "NR", "TW", "TD")
 PAIRS = (*TOKEN_TERMS, "DI", "DQ", "DK", "ED", "DR", "IR", "QR", "KR")
-# Families whose blocks take the same memory as another family's, and use its row.
+# Family -> family whose blocks take the same memory, and whose row in activations.json is used.
 SAME_MEMORY_AS = {"mistral": "llama", "smollm3": "llama"}
 
 
@@ -300,16 +305,16 @@ def format_row_name(way: Any) -> str:
 
 
 def compute_terms(
-    of: Any, rows: int, length: int, rank: int = 0, tensor: int = 1, sequence: int = 1
+    dimensions: Any, rows: int, length: int, rank: int = 0, tensor: int = 1, sequence: int = 1
 ) -> dict[str, float]:
     """Return the products of sizes whose weighted sum is a number of bytes.
 
     A product is named by its factors: N tokens, T tokens of a row, D hidden size, I intermediate size,
     Q and K widths of all queries and all keys, H heads, G key-value heads, W width of a head, E experts,
-    A experts of a token, R rank of the adapter.
+    A experts of a token, R rank of the adapter. In NTH, T is at most QUERIES_PER_BLOCK.
 
     Args:
-        of: DecoderDimensions, or any object with these sizes of a block.
+        dimensions: DecoderDimensions, or any object with these sizes of a block.
         rows: Rows of the micro-batch.
         length: Tokens of a row.
         rank: Rank of the adapter; 0 without one.
@@ -317,21 +322,22 @@ def compute_terms(
         sequence: Number of sequence-parallel ranks, which divide rows.
     """
     n = rows * length / sequence
-    i = of.intermediate / tensor
-    h = of.heads / tensor
-    g = of.key_value_heads / tensor
+    i = dimensions.intermediate / tensor
+    h = dimensions.heads / tensor
+    g = dimensions.key_value_heads / tensor
     found = {
         "1": 1.0,
         "N": n,
         "T": length,
-        "D": of.hidden,
+        "D": dimensions.hidden,
         "I": i,
-        "Q": h * of.head_dim,
-        "K": g * of.head_dim,
+        "Q": h * dimensions.head_dim,
+        "K": g * dimensions.head_dim,
     }
-    found |= {"H": h, "G": g, "W": of.head_dim, "E": of.experts, "A": of.experts_per_token, "R": rank}
+    found |= {"H": h, "G": g, "W": dimensions.head_dim, "R": rank}
+    found |= {"E": dimensions.experts, "A": dimensions.experts_per_token}
     found |= {name: found[name[0]] * found[name[1]] for name in PAIRS}
-    found |= {"NAD": n * found["A"] * of.hidden, "NAI": n * found["A"] * i, "EDI": found["ED"] * i}
+    found |= {"NAD": n * found["A"] * dimensions.hidden, "NAI": n * found["A"] * i, "EDI": found["ED"] * i}
     return found | {"NTH": n * h * min(length, QUERIES_PER_BLOCK)}
 
 
@@ -361,21 +367,22 @@ class ActivationBytes:
     start: float
     """Peak before the first block."""
     before: float
-    """Bytes that exist when the first block's forward begins."""
+    """Bytes of activations that exist when the first block's forward begins."""
     end: float
     """Peak after the last block, above the bytes at its end; without output layer and loss."""
     of_loss: float
-    """Bytes added by the time the loss begins its backward: normalised hidden states and their gradient."""
+    """Bytes of the normalised hidden states and their gradient, which exist when the loss begins its
+    backward."""
     carried: float
-    """Bytes that exist besides the blocks' own when a block begins its backward."""
+    """Bytes that exist in addition to `kept_backward` of the blocks when a block begins its backward."""
     host: float = 0.0
     """Bytes of blocks' inputs that are kept in host memory."""
     overestimate: str = ""
-    """Reason for which these bytes are an upper bound; empty if they are exact."""
+    """Reason why these bytes are an upper bound; empty if they are exact."""
 
 
 def estimate_activations(work: MicroBatchSpec, dimensions: DecoderDimensions) -> ActivationBytes | None:
-    """Return the activations of a rank; `None` if no model of this family was traced with such settings."""
+    """Return the activations of a rank; `None` if activations.json has no row for its family and settings."""
     traced = _find_traced(work)
     if traced is None:
         return None
@@ -405,7 +412,7 @@ def estimate_activations(work: MicroBatchSpec, dimensions: DecoderDimensions) ->
         forward=compute_peak("forward") + adapter_kept + adapter_temporaries,
         backward=compute_peak("backward") + adapter_temporaries,
     )
-    input_bytes = values["ND"] * work.holds_in
+    input_bytes = values["ND"] * work.weight_element_size
     blocks = _apply_recomputation(work, block, input_bytes, casts)
     num_offloaded = 0
     if work.recompute.offload:
@@ -423,9 +430,9 @@ def estimate_activations(work: MicroBatchSpec, dimensions: DecoderDimensions) ->
 
 
 def _find_traced(work: MicroBatchSpec) -> MicroBatchSpec | None:
-    """Return the nearest to `work` that was traced; `None` if there is none.
+    """Return the settings closest to `work` that have a row in activations.json; `None` if none have.
 
-    The order is: `work`, the same with the other kind of key heads, and both without the adapter.
+    The order is: `work`, the same with `grouped` inverted, then both without the adapter.
     """
     without_adapter = replace(work, adapter=None)
     candidates = [
@@ -438,7 +445,7 @@ def _find_traced(work: MicroBatchSpec) -> MicroBatchSpec | None:
 
 
 def _explain_overestimate(work: MicroBatchSpec) -> str:
-    """Return why the estimate is an upper bound, as a remark of the plan; empty if it is none."""
+    """Return the reasons why the estimate is an upper bound; empty if it is exact."""
     reasons = []
     if work.compiled:
         reasons.append("activations of blocks are those without compilation, which keeps fewer")
@@ -448,14 +455,14 @@ def _explain_overestimate(work: MicroBatchSpec) -> str:
 
 
 def _count_adapter_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions) -> tuple[float, float]:
-    """Return bytes that an adapter adds to a block's row in activations.json: (kept, temporary).
+    """Return the bytes that an adapter adds to the estimate of a block: (kept, temporary).
 
     Dropout and DoRA keep more; DoRA and a base in 4 bits need temporaries while a layer computes. Under
     AutoTP a layer cut by outputs still has whole inputs, and one cut by inputs returns whole outputs.
     """
     adapter = work.adapter
     tokens = work.tokens
-    size = work.computes_in
+    size = work.product_element_size
     if adapter is None:
         return 0.0, 0.0
     kept = 0.0
@@ -463,11 +470,11 @@ def _count_adapter_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions) ->
     if adapter.drops:
         # With dropout each layer has its own mask and input; without it, several layers share one input.
         # Autocast copies the input in either case.
-        kept += tokens * adapter.inputs * (1 if work.device == "cuda" else work.holds_in)
-        divided = dimensions.heads * dimensions.head_dim + dimensions.intermediate
-        shared = dimensions.hidden + divided / work.tensor
+        kept += tokens * adapter.inputs * (1 if work.device == "cuda" else work.weight_element_size)
+        divided_width = dimensions.heads * dimensions.head_dim + dimensions.intermediate
+        shared_width = dimensions.hidden + divided_width / work.tensor
         if work.precision != "autocast":
-            kept += tokens * size * max(0.0, adapter.inputs - shared)
+            kept += tokens * size * max(0.0, adapter.inputs - shared_width)
     if adapter.is_dora:  # each layer's outputs, of the base's weight and of the low-rank matrices
         kept += 2 * tokens * adapter.outputs * size
         widest = max(dimensions.intermediate / work.tensor, dimensions.hidden)
@@ -480,7 +487,7 @@ def _count_adapter_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions) ->
 def _apply_recomputation(
     work: MicroBatchSpec, block: BlockBytes, input_bytes: float, casts: float
 ) -> tuple[BlockBytes, ...]:
-    """Return the bytes of each block in order, of which some recompute.
+    """Return the bytes of each block in order, where the policy lets some blocks recompute.
 
     Args:
         work: How the rank computes the micro-batch.
@@ -491,13 +498,14 @@ def _apply_recomputation(
     policy = work.recompute
     if policy.mode != "full":
         return (block,) * work.blocks
-    recomputed = block.kept_backward - input_bytes
+    recomputed_bytes = block.kept_backward - input_bytes
     kept = 0.0 if policy.offload and work.device == "cuda" else input_bytes
-    # The backward runs the forward once more, then the backward with all activations that the forward kept.
-    backward = max(block.forward, recomputed + block.backward) + input_bytes - kept
+    # The backward first runs the forward again, and then needs all activations that this forward kept.
+    backward = max(block.forward, recomputed_bytes + block.backward) + input_bytes - kept
     recomputing = BlockBytes(kept + casts, kept, block.forward, backward, recomputes=True)
     return tuple(
-        recomputing if (work.first + index) % policy.every == 0 else block for index in range(work.blocks)
+        recomputing if (work.first_block + index) % policy.every == 0 else block
+        for index in range(work.blocks)
     )
 
 

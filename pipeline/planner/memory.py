@@ -128,7 +128,7 @@ def count_transfer_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions | N
         return 0
     from_previous = min(work.micro_batches, max(2, work.in_flight)) + 2 if work.stage else 0
     from_next = 2 if work.is_last else 1
-    return work.computes_in * work.tokens * dimensions.hidden * (from_previous + from_next)
+    return work.product_element_size * work.tokens * dimensions.hidden * (from_previous + from_next)
 
 
 def count_rank_loss_bytes(work: MicroBatchSpec, own: ModelSpec, dimensions: DecoderDimensions) -> LossBytes:
@@ -170,7 +170,7 @@ def _compute_backward_peak(
     of_blocks = gradients - head - (0.0 if is_tied else embedding)
     # A gradient exists next to the one it is added to. Engines with buckets count it among these.
     largest = max((p.numel for p in own.parameters if p.trains and p not in outside), default=0)
-    extra = largest * work.holds_in if from_start and not buffers.backward else 0
+    extra = largest * work.weight_element_size if from_start and not buffers.backward else 0
     kept = sum(block.kept_backward for block in activations.blocks)
     peak = activations.before + kept + (gradients if from_start else 0.0)
     if work.is_last:

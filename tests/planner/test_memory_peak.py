@@ -129,7 +129,7 @@ def formula(run: Run, model: ModelSpec, device: str, number: int = 0, ranks: int
     held = states.device
     kept = held.weights + held.masters + held.moments + beside.always + count_batch_bytes(work)
     received = (stage > 0) + (stage < work.stages - 1)  # into memory that stays
-    kept += received * work.tokens * model.dimensions.hidden * work.computes_in
+    kept += received * work.tokens * model.dimensions.hidden * work.product_element_size
     if run.stage == 3:  # whose gradients have a place of their own for good
         kept += held.gradients
     return max(compute_phase_peaks(work, rank.own, states, beside).values()), kept
