@@ -28,7 +28,8 @@ class StepSpec:
     parameters: float
     """Number of parameters in the whole model, each counted once."""
     blocks: float
-    """Number of elements in the blocks' matrices that a token is multiplied by; only chosen experts count."""
+    """Number of elements, not of blocks: those of all blocks' matrices that a token is multiplied by. Of
+    experts, only the chosen ones count."""
     layers: int
     """Number of blocks of the whole model."""
     hidden: int
@@ -40,7 +41,7 @@ class StepSpec:
     width: int = 0
     """Number of heads times the width of a head; 0 if that is the hidden size."""
     span: int = 0
-    """Number of tokens in a document, or in a window if that is shorter; 0 if it is the whole row."""
+    """Number of tokens in a document, or in a sliding window if that is shorter; 0 for the whole row."""
     rows: float = 1
     """Number of rows in a micro-batch of one replica."""
     micro_batches: int = 1
@@ -58,9 +59,9 @@ class StepSpec:
     recompute: float = 0.0
     """Share of the blocks' forward that is recomputed in the backward."""
     trained: float = 1.0
-    """Share of the parameters whose gradients are reduced."""
+    """Share of `parameters` that is trained, so that its gradients are reduced."""
     weight_gradients: float = 1.0
-    """Share of the matrices whose gradients are computed; 0 with an adapter."""
+    """Share of `blocks` whose gradients are computed; 0 with an adapter."""
     quantized: bool = False
     """Whether the frozen base is stored in 4 bits."""
     weight_bytes: float = 2
@@ -127,31 +128,34 @@ class StepSpec:
         return self.rows * self.length * self.micro_batches * self.data
 
     @property
-    def looks_back(self) -> int:
-        """Number of tokens in the stretch within which attention sees, on average, half of the tokens."""
+    def attention_span(self) -> int:
+        """Number of tokens that attention spans. It is causal: on average, a token sees half of them."""
         return min(self.span or self.length, self.length)
 
     def flops_per_token(self) -> float:
         """Return the model FLOPs of a token: 6N + 12 L d T, or 4N + 12 L d T with an adapter.
 
-        T is `looks_back`, as in the estimated time. perf/mfu of a run has the whole row for T.
+        N is the number of elements of all matrices, L that of blocks, d the width of all heads. T is
+        `attention_span`, as in the estimated time; perf/mfu of a run counts the whole row.
         """
         matrices = self.blocks + self.vocabulary * self.hidden
-        attention = 12 * self.layers * (self.width or self.hidden) * self.looks_back
+        attention = 12 * self.layers * (self.width or self.hidden) * self.attention_span
         return (6 if self.weight_gradients else 4) * matrices + attention
 
 
 def _is_block_matrix(parameter: ParameterSpec) -> bool:
-    """Return whether it is a matrix of a block (`model.layers.3.`) that no adapter added."""
+    """Return whether a parameter is a matrix of a block (`model.layers.3.`), and not of an adapter."""
     in_block = any(part.isdecimal() for part in parameter.name.split("."))
     return in_block and len(parameter.shape) > 1 and "lora_" not in parameter.name
 
 
 def find_untimed_feature(config: RunConfig, resolved: ResolvedSettings) -> str:
-    """Return a feature of the run for which no published run was compared with the formulas.
+    """Return the feature of the run, `fp8` or `offloading`, that the formulas do not cover.
+
+    No published run with these features was compared with the formulas.
 
     Returns:
-        `fp8` or `offloading`; empty if the time can be estimated.
+        Empty text if the time can be estimated.
     """
     language = config.model.language_model
     if language is not None and language.fp8 != "none":
@@ -180,7 +184,7 @@ def _read_recompute_share(config: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class HardwareRates:
-    """Rates that a GPU and its links reach in training, in FLOP/s, bytes per second and seconds."""
+    """Rates and costs that a GPU and its links reach in training."""
 
     products: float
     """FLOP/s in matrix products."""
@@ -197,38 +201,40 @@ class HardwareRates:
     stream: float
     """Bytes moved outside of matrix products, for each hidden element of each token and layer."""
     floor: float
-    """Seconds that the host needs to launch the kernels of a block's forward and backward."""
+    """Seconds that the host needs to launch the kernels of a block's forward and backward. A block takes at
+    least as long."""
     tensor_waiting: float = 1.5
     """Ratio of the time of a tensor-parallel all-reduce to the time of its bytes on the link."""
 
 
-# Shares of the data sheet's peak, of GPUs like an A100 and like an H100. They were fitted to the rows of
-# published_speeds.jsonl that are marked `fit`.
-PRODUCTS = (0.75, 0.65)
-ATTENTION = (0.50, 0.27)
+# Shares of the data sheet's peak that training reaches: (GPUs like an A100, GPUs like an H100). They were
+# fitted to the rows of tests/planner/published_speeds.jsonl that are marked `fit`.
+PRODUCT_SHARES = (0.75, 0.65)
+ATTENTION_SHARES = (0.50, 0.27)
 # Shares of a link's rate, from nccl-tests: bus bandwidth 230 of 300 GB/s on an A100, 370 of 450 on an H100.
 LINK_SHARE = 0.8
 PCIE_SHARE = 0.5
-STREAM = {"compiled": 164.0, "eager": 890.0}
-"""Bytes moved outside of matrix products, for each hidden element of each token and layer, in 16 bits."""
-ENTRIES = 42
-"""Bytes moved by the loss for each logit."""
-FLOOR = {"compiled": 1.6e-3, "eager": 4e-3}
-"""Seconds that the host needs to launch the kernels of a block's forward and backward."""
-HOOKS = 5e-3
+STREAM_BYTES = {"compiled": 164.0, "eager": 890.0}
+"""Bytes of 16-bit values moved outside of matrix products, for each hidden element of each token and layer."""
+LOGIT_BYTES = 42
+"""Bytes that the loss moves for each logit."""
+LAUNCH_SECONDS = {"compiled": 1.6e-3, "eager": 4e-3}
+"""Seconds that the host needs to launch the kernels of a block's forward and backward, by mode."""
+HOOK_SECONDS = 5e-3
 """Seconds per block that DeepSpeed's hooks on every module add on the host at ZeRO 3."""
-HALF_NETWORK = 200
+HALF_NETWORK_NODES = 200
 """Number of nodes at which a ring has half of the network's rate."""
-HALF_RATE = 770
-"""Number of tokens in view at which attention reaches half of its rate."""
-LIKE_H100 = ("H100", "H20", "H800", "GH200", "B200", "B300", "GB", "MI3")
-NVLINK = 3e11
-"""Bytes per second at which a collective slows the computation beside it by as much time as it hides."""
+HALF_ATTENTION_TOKENS = 770
+"""Value of `StepSpec.attention_span` at which attention reaches half of its rate."""
+H100_LIKE_NAMES = ("H100", "H20", "H800", "GH200", "B200", "B300", "GB", "MI3")
+FULL_DISTURBANCE_RATE = 3e11
+"""Bytes per second of a collective that slows the concurrent computation by as much time as it hides. Slower
+collectives disturb it less."""
 OPTIMIZER_BYTES = 30
-"""Bytes per parameter that a step moves: weight, moments, gradient read; three written; all fp32; bf16 weight
-written."""
+"""Bytes per parameter that the optimizer's step moves. In fp32 it reads weight, gradient and two moments, and
+writes weight and moments; in bf16 it writes the weight."""
 ADAPTER_BYTES = 200
-"""Bytes per hidden element, token and layer that low-rank matrices beside all linear layers move."""
+"""Bytes per hidden element, token and layer that an adapter of all linear layers moves."""
 DEQUANTIZE_BYTES = 16
 """Bytes per parameter and pass that dequantizing a base in 4 bits moves."""
 
@@ -241,7 +247,7 @@ def estimate_rates(
     precision: str = "bf16",
     tf32: bool = False,
 ) -> HardwareRates | None:
-    """Return the rates that a GPU reaches; `None` if its peak or its memory's bandwidth is not known.
+    """Return the rates that a GPU reaches; `None` if its peak or its memory bandwidth is not known.
 
     Args:
         gpu: GPU by its data sheet.
@@ -254,18 +260,18 @@ def estimate_rates(
     peak = gpu.peak(precision, tf32)
     if peak is None or not gpu.bandwidth:
         return None
-    generation = int(gpu.name.startswith(LIKE_H100))  # index into PRODUCTS and ATTENTION
+    generation = int(gpu.name.startswith(H100_LIKE_NAMES))  # index of the shares
     mode = "compiled" if compiled else "eager"
-    width_factor = 2 if precision == "fp32" else 1  # STREAM is for 16 bits
+    width_factor = 2 if precision == "fp32" else 1  # STREAM_BYTES are for 16-bit values
     return HardwareRates(
-        products=PRODUCTS[generation] * peak,
-        attention=ATTENTION[generation] * peak,
+        products=PRODUCT_SHARES[generation] * peak,
+        attention=ATTENTION_SHARES[generation] * peak,
         memory=gpu.bandwidth,
         link=gpu.nvlink * LINK_SHARE or gpu.pcie * PCIE_SHARE,
         network=network,
         per_node=per_node,
-        stream=STREAM[mode] * width_factor,
-        floor=FLOOR[mode],
+        stream=STREAM_BYTES[mode] * width_factor,
+        floor=LAUNCH_SECONDS[mode],
     )
 
 
@@ -293,7 +299,7 @@ class StepTime:
         return self.tokens / self.seconds
 
     def mfu(self, peak: float) -> float:
-        """Return the model FLOPs utilisation. `peak` is one GPU's peak in FLOP/s."""
+        """Return the model FLOPs utilization. `peak` is one GPU's peak in FLOP/s."""
         return self.model_flops / self.gpus / self.seconds / peak
 
 
@@ -301,27 +307,23 @@ def estimate_step_time(job: StepSpec, rates: HardwareRates) -> StepTime:
     """Return the time of one optimizer step on all GPUs."""
     tokens = job.rows * job.length / job.sequence
     parts = _time_computation(job, rates, tokens)
-    once = sum(parts.values())
+    computing = sum(parts.values())  # seconds of one micro-batch; `waiting` is for its communication
     # Megatron-LM's tensor parallelism: four all-reduces per layer, two in the forward and two in the
     # backward, which no computation hides.
     layers = max(1, job.layers // job.pipeline)
     passes = 2 + job.recompute
     activation = tokens * job.hidden * job.weight_bytes
-    cut = 4 * passes * layers * estimate_ring_seconds(activation, job.tensor, 1, rates) * rates.tensor_waiting
+    reduce_seconds = estimate_ring_seconds(activation, job.tensor, 1, rates)
+    waiting = 4 * passes * layers * reduce_seconds * rates.tensor_waiting
     # Ulysses' sequence parallelism: all-to-alls of queries, keys, values, outputs in forward and backward.
-    cut += (
-        4
-        * passes
-        * layers
-        * estimate_ring_seconds(activation, job.sequence, job.tensor, rates)
-        / job.sequence
-    )
+    gather_seconds = estimate_ring_seconds(activation, job.sequence, job.tensor, rates)
+    waiting += 4 * passes * layers * gather_seconds / job.sequence
     if job.pipeline > 1:
-        cut += 2 * activation / min(rates.link, rates.network)
+        waiting += 2 * activation / min(rates.link, rates.network)
     parts = {name: job.micro_batches * seconds for name, seconds in parts.items()} | {
-        "waiting for weights and gradients": _time_data_parallel(job, rates, once),
-        "waiting inside of a replica": job.micro_batches * cut,
-        "bubble of the stages": (job.pipeline - 1) * (once + cut),
+        "waiting for weights and gradients": _time_data_parallel(job, rates, computing),
+        "waiting inside of a replica": job.micro_batches * waiting,
+        "bubble of the stages": (job.pipeline - 1) * (computing + waiting),
         "optimizer": _time_optimizer(job, rates),
     }
     return StepTime(parts, job.tokens, job.gpus, job.tokens * job.flops_per_token())
@@ -335,7 +337,7 @@ def _time_computation(job: StepSpec, rates: HardwareRates, tokens: float) -> dic
     # In units of a forward's products: the forward, gradients of inputs, gradients of weights, recomputation.
     units = 2 + job.weight_gradients + job.recompute
     width = (job.width or job.hidden) / job.tensor
-    speed = rates.attention * job.looks_back / (job.looks_back + HALF_RATE)
+    attention_rate = rates.attention * job.attention_span / (job.attention_span + HALF_ATTENTION_TOKENS)
     stream = rates.stream
     if job.trained and not job.weight_gradients:
         stream += ADAPTER_BYTES
@@ -343,17 +345,16 @@ def _time_computation(job: StepSpec, rates: HardwareRates, tokens: float) -> dic
     moved = job.hidden * tokens * passes * stream * (1 + 1 / job.tensor) / 2 * blocks
     if job.quantized:
         moved += DEQUANTIZE_BYTES * job.blocks * share * (2 + job.recompute)
-    head = (6 if job.weight_gradients else 4) * job.vocabulary * job.hidden / rates.products
-    head += job.vocabulary * ENTRIES / rates.memory
+    output_layer = (6 if job.weight_gradients else 4) * job.vocabulary * job.hidden / rates.products
+    output_layer += job.vocabulary * LOGIT_BYTES / rates.memory
     found = {
         "matrix products": 2 * job.blocks * share * tokens * units / rates.products,
-        "attention": 6 * blocks * width * job.looks_back * tokens * passes / speed,
+        "attention": 6 * blocks * width * job.attention_span * tokens * passes / attention_rate,
         "between the products": moved / rates.memory,
-        "output layer and loss": head * tokens / job.tensor / job.pipeline,
+        "output layer and loss": output_layer * tokens / job.tensor / job.pipeline,
     }
-    floor = rates.floor + (HOOKS if job.stage == 3 else 0.0)
-    launched = blocks * floor * passes
-    found["waiting for the host to launch"] = max(0.0, launched - sum(found.values()))
+    launch_seconds = blocks * passes * (rates.floor + (HOOK_SECONDS if job.stage == 3 else 0.0))
+    found["waiting for the host to launch"] = max(0.0, launch_seconds - sum(found.values()))
     return found
 
 
@@ -375,7 +376,7 @@ def _compute_ring_rate(ranks: int, inner: int, rates: HardwareRates) -> float:
     nodes = ceil(ranks / on_node)
     if nodes == 1:
         return rates.link
-    return min(rates.link, on_node * rates.network) / (1 + nodes / HALF_NETWORK)
+    return min(rates.link, on_node * rates.network) / (1 + nodes / HALF_NETWORK_NODES)
 
 
 def compute_exposed_seconds(transfer: float, beside: float, disturbance: float) -> float:
@@ -389,14 +390,20 @@ def compute_exposed_seconds(transfer: float, beside: float, disturbance: float) 
     return transfer - (1 - disturbance) * min(transfer, beside)
 
 
-def _time_data_parallel(job: StepSpec, rates: HardwareRates, once: float) -> float:
-    """Return the seconds that a step waits for weights and gradients of data- and sequence-parallel ranks."""
+def _time_data_parallel(job: StepSpec, rates: HardwareRates, computing: float) -> float:
+    """Return the seconds that a step waits for weights and gradients of data- and sequence-parallel ranks.
+
+    Args:
+        job: Sizes and split of the step.
+        rates: Rates of the GPU and its links.
+        computing: Seconds that a micro-batch computes, which can hide the communication.
+    """
     units = 3 + job.recompute
-    forward, backward = (once * share / units for share in (1, units - 1))
+    forward, backward = (computing * share / units for share in (1, units - 1))
     ranks = job.data * job.sequence
     kept = job.parameters / job.tensor / job.pipeline
-    # A slow link disturbs the computation for longer, but less.
-    disturbance = min(1.0, _compute_ring_rate(ranks, job.tensor, rates) / NVLINK) ** 0.5
+    # A slow link disturbs the computation for longer, but less at a time.
+    disturbance = min(1.0, _compute_ring_rate(ranks, job.tensor, rates) / FULL_DISTURBANCE_RATE) ** 0.5
     reduced = estimate_ring_seconds(kept * job.trained * job.weight_bytes, ranks, job.tensor, rates)
     gathered = estimate_ring_seconds(kept * job.weight_bytes, ranks, job.tensor, rates)
     if job.stage == 0:

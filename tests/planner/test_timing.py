@@ -16,8 +16,8 @@ from pipeline.planner.hardware import find_gpu
 from pipeline.planner.model import DecoderDimensions, ModelSpec, ParameterSpec
 from pipeline.planner.timing import (
     DEFAULT_DOCUMENT_TOKENS,
-    HALF_NETWORK,
-    HALF_RATE,
+    HALF_ATTENTION_TOKENS,
+    HALF_NETWORK_NODES,
     OPTIMIZER_BYTES,
     StepSpec,
     compute_exposed_seconds,
@@ -62,7 +62,7 @@ def test_on_one_gpu_a_step_is_its_arithmetic_and_its_optimizer():
     job = replace(JOB, rows=2, micro_batches=3)
     tokens, step = 6 * 8192, estimate_step_time(job, H100)
     assert step.parts["matrix products"] == pytest.approx(6 * job.blocks * tokens / H100.products)
-    attention = 6 * 32 * 4096 * 8192 * tokens / (H100.attention * 8192 / (8192 + HALF_RATE))
+    attention = 6 * 32 * 4096 * 8192 * tokens / (H100.attention * 8192 / (8192 + HALF_ATTENTION_TOKENS))
     assert step.parts["attention"] == pytest.approx(attention)
     assert step.parts["optimizer"] == pytest.approx(job.parameters * OPTIMIZER_BYTES / H100.memory)
     again = estimate_step_time(replace(job, recompute=1.0), H100)
@@ -77,7 +77,7 @@ def test_attention_is_priced_by_the_document():
     short = replace(JOB, length=2**17)
     assert seconds[1] / 8 == pytest.approx(estimate_step_time(short, H100).parts["attention"])
     rates = [
-        job.length * job.looks_back / estimate_step_time(job, H100).parts["attention"]
+        job.length * job.attention_span / estimate_step_time(job, H100).parts["attention"]
         for job in (short, replace(JOB, length=512))
     ]
     assert 2 < rates[0] / rates[1] < 3
@@ -134,8 +134,8 @@ def test_a_slower_network_never_makes_a_step_faster(split):
 
 
 def test_a_ring_over_hundreds_of_nodes_is_slower():
-    """Bandwidth falls to half at HALF_NETWORK nodes."""
-    few, many = (estimate_ring_seconds(1e9, 8 * nodes, 1, H100) for nodes in (2, HALF_NETWORK))
+    """Bandwidth falls to half at HALF_NETWORK_NODES nodes."""
+    few, many = (estimate_ring_seconds(1e9, 8 * nodes, 1, H100) for nodes in (2, HALF_NETWORK_NODES))
     assert many / few == pytest.approx(2.0, rel=0.1)
 
 
