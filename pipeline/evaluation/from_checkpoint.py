@@ -96,6 +96,7 @@ CHANGEABLE_SECTIONS = ("data", "eval", "loader", "batch")
 USED_SECTIONS = ("data", "eval", "model", "objective")
 """Sections of the recipe that are used here, so that they may have no redacted value."""
 REMOTE_CODE = "model.trust_remote_code"
+"""Key that an override has to set before Python code of a model's files runs here."""
 
 
 @dataclass(frozen=True)

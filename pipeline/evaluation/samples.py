@@ -25,7 +25,7 @@ DEFAULT_QUESTION = "Hello!"
 def uses_chat_template(data: DataConfig, tokenizer: Any) -> bool:
     """Return whether prompts are put into the chat template as questions.
 
-    They are if the data has conversations and the tokenizer has a template.
+    This is so if the data has conversations and the tokenizer has a template.
 
     Args:
         data: Section `data` of the recipe.
@@ -45,8 +45,8 @@ class Sample(NamedTuple):
 def sample_text(generator: TextGenerator, data: DataBundle, config: RunConfig) -> Sample | None:
     """Generate the sample that the recipe asks for, the same on every rank. Collective.
 
-    If the recipe has no prompt and the data has conversations or preferences, the prompt is that of the first
-    held-out row.
+    If the recipe has no prompt and the data has conversations or preferences, the first held-out row's prompt
+    is used.
 
     Returns:
         `None` if the model cannot generate.
@@ -73,7 +73,7 @@ def _get_held_out_prompt(data: DataBundle) -> list[int] | None:
     Without held-out data, the first training row is used.
 
     Returns:
-        `None` if the row's first token counts in the loss, so that there is no prompt before an answer.
+        `None` if the row has no answer, or no prompt of at least two tokens before it.
     """
     dataset: Any = next(iter({**data.eval, **data.eval_sets}.values()), data.train)
     row = dataset[0]
