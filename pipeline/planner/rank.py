@@ -127,7 +127,8 @@ def split_uniformly(items: int, parts: int) -> list[int]:
 def split_balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Return the bounds of parts of a sequence such that the largest and the smallest sum differ least.
 
-    Solves the linear partition problem by dynamic programming, with the result of DeepSpeed's PipelineModule.
+    Solves the linear partition problem by dynamic programming. The bounds equal those of DeepSpeed's
+    PipelineModule.
     """
     number = len(weights)
     if number <= parts:
@@ -168,12 +169,16 @@ def cut_for_tensor_parallel(model: ModelSpec, json: dict[str, Any], size: int, r
     """
     for key in ("partition_config", "preset_model"):
         if json["tensor_parallel"].get(key) is not None:
-            raise ConfigError(f"tensor_parallel.{key}: the memory of this split is not known before a run")
+            raise ConfigError(
+                f"tensor_parallel.{key}: the memory of this split is not known before a run; without "
+                "the key, transformers' plan is estimated"
+            )
     rules = list(_read_rules(model))
     if not rules:
         raise ConfigError(
-            f"tensor_parallel: transformers has no tensor-parallel plan for {model.name}; name the layers to "
-            "divide in tensor_parallel.partition_config"
+            f"tensor_parallel: transformers has no tensor-parallel plan for {model.name}, so that the memory "
+            "of this split is not known before a run; to train, name the layers to divide in "
+            "tensor_parallel.partition_config"
         )
     is_tied = model.dimensions is not None and model.dimensions.tied
     own = []
@@ -269,7 +274,10 @@ _TABLE_BYTES = 16 * 4 + 256 * 4  # tables of values and of scales
 
 
 def is_frozen_base(p: ParameterSpec) -> bool:
-    """Return whether it is the weight of an adapter's frozen linear layer, stored in 16 or 4 bits."""
+    """Return whether a parameter is a frozen linear layer's weight.
+
+    With an adapter, it is stored in 16 or 4 bits.
+    """
     return p.layer is not None and not p.trains and ".lora_" not in p.name
 
 
@@ -410,15 +418,15 @@ class RankSlice:
         return self.split.dp_world_size * self.split.sequence_parallel
 
     @property
-    def place(self) -> int:
-        """Index of this rank among the ranks of `sharers`."""
+    def partition_index(self) -> int:
+        """Index of this rank among the `sharers`, and of its partition."""
         if self.split.pipeline_stages > 1:
             return self.number % self.split.dp_world_size
         return self.number // self.split.tensor_parallel
 
     @property
-    def adds_in_fp32(self) -> bool:
-        """Whether DeepSpeed's bf16 optimizer steps the parameters, with a flat fp32 copy of all gradients."""
+    def uses_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed uses its BF16_Optimizer, which adds gradients up in a flat fp32 copy."""
         if self.split.precision != "bf16" or self.stage != 1 or self.offloads("optimizer"):
             return False
         return self.split.pipeline_stages > 1 or self.gradient_size == 4

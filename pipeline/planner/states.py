@@ -152,8 +152,8 @@ class ZeroPartition:
     """Number of elements of the partition that belong to no parameter."""
 
     @classmethod
-    def from_group(cls, group: OptimizerGroup, sharers: int, place: int, alignment: int) -> ZeroPartition:
-        """Return the partition of rank `place` among the `sharers` ranks that share a group.
+    def from_group(cls, group: OptimizerGroup, sharers: int, index: int, alignment: int) -> ZeroPartition:
+        """Return the partition with this index, of `sharers` equal ones of a group.
 
         The start of each parameter is padded to a multiple of `alignment` elements.
         """
@@ -165,8 +165,8 @@ class ZeroPartition:
             bounds.append((start, end))
         unit = _ALIGNMENT * sharers
         own = -(-end // unit) * unit // sharers
-        first = own * place
-        last = own * (place + 1)
+        first = own * index
+        last = own * (index + 1)
         inside = [(start, end) for start, end in bounds if start < last and end > first]
         filled = sum(min(end, last) - max(start, first) for start, end in inside)
         return cls(
@@ -179,9 +179,12 @@ class ZeroPartition:
 
 def partition_groups(rank: RankSlice) -> list[ZeroPartition]:
     """Return the rank's partition of each group at ZeRO 1 and 2."""
-    is_aligned = rank.zero("parameter_alignment") and not rank.adds_in_fp32
+    is_aligned = rank.zero("parameter_alignment") and not rank.uses_bf16_optimizer
     alignment = 16 // rank.weight_size if is_aligned else 1
-    return [ZeroPartition.from_group(group, rank.sharers, rank.place, alignment) for group in rank.groups]
+    return [
+        ZeroPartition.from_group(group, rank.sharers, rank.partition_index, alignment)
+        for group in rank.groups
+    ]
 
 
 def _count_partitioned(rank: RankSlice) -> RankStates:
@@ -190,7 +193,7 @@ def _count_partitioned(rank: RankSlice) -> RankStates:
     frozen = sum(rank.count_bytes(p) for p in rank.own.parameters if not p.trains)
     weights = frozen + rank.weight_size * sum(part.whole for part in parts)
     own = sum(part.own for part in parts)
-    if rank.adds_in_fp32:
+    if rank.uses_bf16_optimizer:
         trained = sum(group.numel for group in rank.groups)
         gradients = rank.weight_size * trained + rank.gradient_size * sum(part.whole for part in parts)
         return RankStates(StateBytes(weights, gradients, 4 * own, _count_partition_moments(rank, parts)))
@@ -372,12 +375,14 @@ def count_buffers(rank: RankSlice) -> EngineBuffers:
     accumulates = rank.resolved.batch_plan.gradient_accumulation_steps > 1
     if rank.resolved.deepspeed is not None and rank.stage == 3:
         return _count_sharded_buffers(rank)
-    if rank.resolved.deepspeed is not None and rank.stage > 0 and not rank.adds_in_fp32:
+    if rank.resolved.deepspeed is not None and rank.stage > 0 and not rank.uses_bf16_optimizer:
         return _count_partitioned_buffers(rank, accumulates)
     trained = sum(group.numel for group in rank.groups)
     # Optimizers without a fused kernel need temporaries of the size of the largest parameter.
     unfused = 3 * 4 * _count_largest(rank) if {group.kind for group in rank.groups} - {"adamw", "sgd"} else 0
-    if rank.adds_in_fp32:  # DeepSpeed's bf16 optimizer reduces a flat copy, made from the fp32 gradients
+    if (
+        rank.uses_bf16_optimizer
+    ):  # DeepSpeed's bf16 optimizer reduces a flat copy, made from the fp32 gradients
         step = (rank.gradient_size + rank.weight_size) * min(trained, _FLAT_ELEMENTS)
         return EngineBuffers(step=step, keeps_gradients=True)
     if rank.resolved.deepspeed is not None:  # ZeRO 0 reduces a flat copy, and steps in fp32

@@ -90,7 +90,7 @@ def expected(name: str, micro_batches: int, world_size: int, on_gpu: bool) -> fl
     found, gradients = count_buffers(rank), count_states(rank).device.gradients
     if name.startswith(STAYS):
         gradients = 0
-    if rank.adds_in_fp32:
+    if rank.uses_bf16_optimizer:
         gradients = rank.weight_size * sum(group.numel for group in rank.groups)
     if name == "plain" and micro_batches > 1:  # one that is added to one that is there: memory.py's
         gradients += 4 * max(p.numel for p in rank.own.parameters)
