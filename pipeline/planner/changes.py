@@ -117,7 +117,7 @@ def _override_batch(micro_batch_size: int, accumulation_steps: int) -> Words:
 
 
 def _list_state_changes(settings: Settings, resolved: ResolvedSettings) -> Iterator[ConfigChange]:
-    """Yield changes of where weights, gradients and optimizer states are stored."""
+    """Yield changes that divide weights, gradients and optimizer states, or move them to other memory."""
     tree = settings.deepspeed
     now = resolved.split.zero_stage
     section = "ds.zero_optimization"
@@ -160,7 +160,7 @@ def _list_curve_changes(settings: Settings, resolved: ResolvedSettings) -> Itera
         yield ConfigChange("changes the loss curve: bf16", OTHER_CURVE, (key,))
     tokens = config.data.tokens_per_row
     if tokens is not None and tokens > 1:
-        name = f"changes the loss curve: rows have {tokens} tokens now"
+        name = f"changes the loss curve: rows of {tokens // 2} tokens instead of {tokens}"
         yield ConfigChange(name, OTHER_CURVE, (f"data.sequence_length={tokens // 2}",))
     if config.adapter is None and config.model.pretrained_from is not None:
         name = "changes the loss curve: an adapter, which needs another learning rate"
@@ -239,14 +239,13 @@ class SearchResult:
     """Words to append to the command for this run. Those of `suggest_split` replace its `--deepspeed FILE`
     and its `ds.` overrides."""
     stop_reason: str = "memory"
-    """Reason for which the next larger run is not possible."""
+    """`memory`, or the reason why no larger run was tried or possible."""
 
 
 def suggest_split(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> SearchResult:
-    """Find the first split of LADDER that fits, with the largest micro-batch that divides the global batch.
+    """Return the first split of LADDER that fits, with the largest micro-batch that divides the global batch.
 
-    The order is fixed and the search stops at the first that fits, so that the suggestion is the simplest
-    split and not the fastest.
+    The suggestion is the simplest split that fits, which may not be the fastest.
 
     Raises:
         ConfigError: No split fits, or the memory of the model is not known.
@@ -283,8 +282,8 @@ def suggest_split(settings: Settings, model: ModelSpec, hardware: PlannedHardwar
         )
     raise ConfigError(
         f"--suggest: no split of {model.name} ({model.numel:,} parameters) fits on {hardware} (the last one "
-        f"lacks {lacking}); take more GPUs, more memory, an adapter (adapter.kind=lora), or a shorter "
-        "data.sequence_length"
+        f"does not fit: {lacking}); take more GPUs, more memory, an adapter (adapter.kind=lora), or a "
+        "shorter data.sequence_length"
     )
 
 
@@ -328,11 +327,15 @@ def _list_batches(settings: Settings, hardware: PlannedHardware, ranks_per_row: 
 TOKENS_STEP = 128
 """Number of tokens by which the search lengthens a row."""
 MAX_TOKENS = 2**26
+"""Largest number of tokens in a row that `find_longest_sequence` tries."""
 MAX_ROWS = 2**14
+"""Largest micro-batch that `find_largest_micro_batch` tries."""
 MAX_LAYERS = 2**10
+"""Largest number of blocks that `find_largest_model` tries."""
 MAX_SUGGESTED_ROWS = 64
+"""Largest micro-batch that `suggest_split` tries."""
 SEARCH_LIMIT = "more is not tried"
-"""Reason for the end of a search at one of the limits above."""
+"""`SearchResult.stop_reason` of a search that ends at one of these limits."""
 
 
 def find_longest_sequence(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> SearchResult:
@@ -411,7 +414,7 @@ def _bisect(
         hardware: Hardware of the plan.
         override: Returns the overrides for a number.
         max_number: Largest number to try.
-        limit_reason: Reason for which no more than `max_number` is tried.
+        limit_reason: `stop_reason` of the result if `max_number` fits.
 
     Raises:
         ConfigError: The memory of activations is not known for this model.

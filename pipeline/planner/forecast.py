@@ -48,14 +48,17 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run fits into device and machine; `None` if all but unknown activations fit."""
+        """Whether the run fits; `None` if activations are not known and all else fits."""
         if self.lacking:
             return False
         return True if self.memory.is_complete else None
 
     @property
     def lacking(self) -> str:
-        """Text about the memory that is too small; empty if the known parts of the run fit."""
+        """Reason why the run does not fit; empty if its known parts fit.
+
+        It is `memory`, a text that begins with `host memory`, or a sentence about memory that must stay free.
+        """
         available = self.hardware.memory
         usable_share = self.memory.usable_share
         spare_bytes = self.memory.spare_bytes
@@ -94,7 +97,7 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Largest number of bytes of the run's checkpoints, while one more than those to keep is written.
+        """Peak bytes of the run's checkpoints: all that are kept, and the next one while it is written.
 
         Does not count the checkpoints of `checkpoint.keep_every`.
         """
@@ -144,7 +147,7 @@ class Forecast:
             )
 
     def _assumes_document_length(self) -> bool:
-        """Return whether the time depends on a length of documents that nobody stated."""
+        """Return whether the time depends on a length of documents that is not stated."""
         if self.hardware.document_tokens is not None or not packs_documents(self.config):
             return False
         return (self.config.data.tokens_per_row or 0) > DEFAULT_DOCUMENT_TOKENS

@@ -27,8 +27,10 @@ NCCL_BYTES = 300 * MIB  # NCCL's buffers, in a rank on a GPU that has peers
 # The following shares are of the bytes that are allocated and freed in a step. They were fitted to published
 # runs (docs/planning.md).
 RESERVED_SHARE = 0.11  # bytes that the allocator typically reserves above those in use
-FRAGMENT_SHARE = 0.165  # with so much reserved, no published run that ran out of memory would seem to fit
-# The same for runs with tensor parallelism or pipeline stages, and the share of a GPU's memory for them.
+# Bytes that must be available above those in use. With a smaller share, a published run that ran out of
+# memory would be planned to fit.
+FRAGMENT_SHARE = 0.165
+# For runs with tensor parallelism or pipeline stages: the same, and the usable share of the GPU's memory.
 MODEL_PARALLEL_FRAGMENT_SHARE = 0.25
 MODEL_PARALLEL_USABLE_SHARE = 0.91
 
@@ -40,8 +42,8 @@ class RankMemory:
     states: RankStates
     """Weights, gradients and optimizer states of the rank."""
     parts: dict[str, float]
-    """Bytes by name of the part, each at its own peak. The peaks are at different times, so that their sum is
-    more than `peak`."""
+    """Bytes by name of the part, each at its own peak. The peaks are at different times, so their sum exceeds
+    `peak`."""
     phases: dict[str, float]
     """Peak bytes of all parts together in each phase of a step."""
     framework: float
@@ -51,11 +53,11 @@ class RankMemory:
     is_complete: bool
     """Whether the bytes of activations are known and included."""
     spare_bytes: float = 0.0
-    """Bytes that have to stay free: fragments of freed memory cannot always be reused."""
+    """Bytes that have to stay free, because fragments of freed memory cannot always be reused."""
     usable_share: float = 1.0
     """Share of the device's memory that the run may take."""
     overestimate: str = ""
-    """Reason for which activations are an upper bound; empty if they are not."""
+    """Reason why the bytes of activations are an upper bound; empty if they are exact."""
     stage: int = 0
     """Index of the pipeline stage that the rank computes."""
 
@@ -134,9 +136,8 @@ def count_transfer_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions | N
 def count_rank_loss_bytes(work: MicroBatchSpec, own: ModelSpec, dimensions: DecoderDimensions) -> LossBytes:
     """Return the bytes of output layer and loss, on a rank that has the output layer."""
     embeddings = [p for p in own.parameters if p.name.endswith(EMBEDDING_NAMES)]
-    trained = (
-        not embeddings or embeddings[-1].trains
-    )  # the output layer is the last; a tied one is listed once
+    # The output layer is the last of the embeddings; a tied weight is listed once.
+    trained = not embeddings or embeddings[-1].trains
     return count_loss_bytes(work, dimensions.hidden, dimensions.vocabulary // work.tensor, trained)
 
 
@@ -158,7 +159,7 @@ def _compute_backward_peak(
         activations: Activations of the rank.
         loss: Bytes of output layer and loss.
     """
-    from_start = buffers.keeps_gradients  # whether gradients exist when the backward begins
+    from_start = buffers.keeps_gradients  # the gradients exist when the backward begins
     outside = [p for p in own.parameters if p.name.endswith(EMBEDDING_NAMES)]
     input_embeddings = [p for p in outside if p.name.endswith(INPUT_EMBEDDING_NAMES) and work.stage == 0]
     is_tied = own.dimensions is not None and own.dimensions.tied and work.stages == 1
@@ -168,7 +169,7 @@ def _compute_backward_peak(
     embedding = _share_gradients(gradients, input_embeddings, own)
     head = _share_gradients(gradients, output_layers, own)
     of_blocks = gradients - head - (0.0 if is_tied else embedding)
-    # A gradient exists next to the one it is added to. Engines with buckets count it among these.
+    # A new gradient exists next to the one that it is added to. `buffers.backward` includes it.
     largest = max((p.numel for p in own.parameters if p.trains and p not in outside), default=0)
     extra = largest * work.weight_element_size if from_start and not buffers.backward else 0
     kept = sum(block.kept_backward for block in activations.blocks)
@@ -193,7 +194,7 @@ def _share_gradients(gradients: int, parameters: Sequence[ParameterSpec], own: M
 
 
 def estimate_memory(model: ModelSpec, config: RunConfig, resolved: ResolvedSettings, kind: str) -> RankMemory:
-    """Return the memory of the rank that needs most, with the host memory of the rank that needs most of it.
+    """Return the memory of the rank that needs most; `host` is the largest of any rank.
 
     Args:
         model: Whole model, before any split.

@@ -215,7 +215,7 @@ ATTENTION_SHARES = (0.50, 0.27)
 LINK_SHARE = 0.8
 PCIE_SHARE = 0.5
 STREAM_BYTES = {"compiled": 164.0, "eager": 890.0}
-"""Bytes of 16-bit values moved outside of matrix products, for each hidden element of each token and layer."""
+"""Bytes moved outside of matrix products, for each hidden element of each token and layer, in 16 bits."""
 LOGIT_BYTES = 42
 """Bytes that the loss moves for each logit."""
 LAUNCH_SECONDS = {"compiled": 1.6e-3, "eager": 4e-3}

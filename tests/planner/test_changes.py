@@ -129,7 +129,7 @@ def test_what_no_machine_has_in_host_memory_is_not_suggested(tmp_path):
 def test_why_nothing_can_be_suggested_is_told(tmp_path):
     large = settings_of(tmp_path, "405B")
     with pytest.raises(
-        ConfigError, match=r"no split of llama \(40\d,.*fits on .*the last one lacks host memory, "
+        ConfigError, match=r"no split of llama \(40\d,.*fits on .*the last one does not fit: host memory, "
     ):
         suggest_split(large, read_model_spec(large.config), resolve_hardware("h100"))
     settings = settings_of(tmp_path, "7B", 128, 4096, "engine.precision=bf16")
