@@ -20,7 +20,7 @@ class Gpu:
     """Speeds and memory of one GPU, as torch counts devices. A number is 0 if it is not known."""
 
     name: str
-    """Name in the list of data sheets, such as `A100 SXM 80GB`; another one if the GPU is not listed."""
+    """Name in the list of data sheets, such as `A100 SXM 80GB`; torch's or the driver's if not listed."""
     memory: int
     """Bytes of memory in total by `torch.cuda.mem_get_info`, which is less than the data sheet says."""
     bf16: float = 0.0
@@ -150,7 +150,7 @@ def find_gpu(name: str) -> Gpu:
     raise ConfigError(f"--gpu {name}: no such GPU is known here; {hint}; or give --gpu-memory GIB")
 
 
-def _find_device(name: str) -> Gpu | None:
+def _find_listed_gpu(name: str) -> Gpu | None:
     """Return a GPU by torch's name, even if its memory differs from the listed one (GH200 480GB).
 
     Returns:
@@ -173,7 +173,7 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, fp8_share: 
         fp8_share: Share of the FLOPs that are computed in fp8. Every GPU with fp8 has twice the rate of 16
             bits for it. The result is the rate of the mixture.
     """
-    gpu = _find_device(device_name)
+    gpu = _find_listed_gpu(device_name)
     if gpu is None:
         return None
     peak = gpu.peak(precision, tf32)
@@ -222,7 +222,7 @@ class PlannedHardware:
     host_memory: int | None = None
     """Bytes of main memory in one machine; `None` if the ranks themselves compute in it."""
     assumes_host: bool = False
-    """Whether `host_memory` is an assumption: what machines with such GPUs usually have."""
+    """Whether `host_memory` is assumed to be what machines with such GPUs usually have."""
     document_tokens: int | None = None
     """Number of tokens in an average document; `None` if not stated."""
 
@@ -333,7 +333,7 @@ def build_gpu_hardware(
         network: Gbit/s of the network card of one GPU, see `choose_network_rate`.
         host: Bytes of main memory in one machine; `None` reads them.
     """
-    gpu = replace(_find_device(name) or Gpu(name, memory), memory=memory)
+    gpu = replace(_find_listed_gpu(name) or Gpu(name, memory), memory=memory)
     return PlannedHardware(
         gpu=gpu,
         device=device,

@@ -48,6 +48,7 @@ class DecoderDimensions:
     heads: int
     """Number of query heads."""
     key_value_heads: int
+    """Number of heads of keys and values; several query heads may share one."""
     head_dim: int
     """Width of a head."""
     vocabulary: int
@@ -57,8 +58,9 @@ class DecoderDimensions:
     experts: int = 0
     """Number of experts of a layer; 0 in a model without."""
     experts_per_token: int = 0
+    """Number of experts that compute each token."""
     window: int | None = None
-    """Number of tokens that attention looks back; `None` if any layer has no such limit."""
+    """Number of tokens in the sliding window of attention; `None` if any layer attends to the whole row."""
     first_layer: int = 0
     """Index in the whole model of this pipeline stage's first block."""
 
@@ -68,7 +70,9 @@ class ModelSpec:
     """Model that a run trains, by its parameters and sizes."""
 
     name: str
+    """Name for messages: folder or hub name, or the architecture of a model with new weights."""
     parameters: tuple[ParameterSpec, ...]
+    """All parameters, the input embedding of a language model first."""
     dimensions: DecoderDimensions | None = None
     """Sizes of the blocks; `None` if it is no language model of a known family."""
 
@@ -108,7 +112,7 @@ QUERIES_PER_BLOCK = 256
 
 
 def choose_chunk_tokens(tokens: int, vocabulary: int, element_size: int, on_cpu: bool) -> int:
-    """Return the number of tokens whose logits exist at once.
+    """Return the number of tokens in a chunk, whose logits exist at once.
 
     Args:
         tokens: Number of tokens in all.

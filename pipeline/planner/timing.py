@@ -215,7 +215,9 @@ ATTENTION_SHARES = (0.50, 0.27)
 LINK_SHARE = 0.8
 PCIE_SHARE = 0.5
 STREAM_BYTES = {"compiled": 164.0, "eager": 890.0}
-"""Bytes moved outside of matrix products, for each hidden element of each token and layer, in 16 bits."""
+"""Bytes moved outside of matrix products, for each hidden element of each token and layer.
+
+Those of 16-bit values, by mode; twice as many in fp32."""
 LOGIT_BYTES = 42
 """Bytes that the loss moves for each logit."""
 LAUNCH_SECONDS = {"compiled": 1.6e-3, "eager": 4e-3}
@@ -227,6 +229,7 @@ HALF_NETWORK_NODES = 200
 HALF_ATTENTION_TOKENS = 770
 """Value of `StepSpec.attention_span` at which attention reaches half of its rate."""
 H100_LIKE_NAMES = ("H100", "H20", "H800", "GH200", "B200", "B300", "GB", "MI3")
+"""Beginnings of the names of GPUs to which the second of the shares above applies."""
 FULL_DISTURBANCE_RATE = 3e11
 """Bytes per second of a collective that slows the concurrent computation by as much time as it hides. Slower
 collectives disturb it less."""
