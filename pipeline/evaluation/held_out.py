@@ -102,12 +102,12 @@ def evaluate(
     return row
 
 
-def record_best_metric(
+def get_best_metric(
     config: EvalConfig, row: Mapping[str, float], objective: Objective
 ) -> dict[str, float | str]:
     """Return the name, value and mode of the metric that chooses the best checkpoint.
 
-    A checkpoint stores this record. The value is NaN if the objective has this metric and no target counted
+    A checkpoint stores them. The value is NaN if the objective has this metric and no target counted
     for it.
 
     Args:

@@ -31,7 +31,7 @@ from pipeline.distributed.stopping import Flags, PeriodicTimer, StopOnSignal
 from pipeline.engine.interface import Engine, StepResult
 from pipeline.engine.schedule import LearningRate
 from pipeline.errors import CheckpointError
-from pipeline.evaluation.held_out import evaluate, record_best_metric
+from pipeline.evaluation.held_out import evaluate, get_best_metric
 from pipeline.monitoring.alerts import Alert, RollbackRequested, RowDetails, collect_alert_state
 from pipeline.monitoring.events import STOPPED_EARLY, Event
 from pipeline.monitoring.histograms import HistogramMeter
@@ -594,7 +594,7 @@ class TrainLoop:
                 self._stopped = True
             else:
                 # Raises before the first step if the evaluation lacks the metric of eval.best_metric.
-                record_best_metric(parts.eval_config, row, parts.objective)
+                get_best_metric(parts.eval_config, row, parts.objective)
                 rollback = self._rows.write(step, RowDetails(row))
                 assert rollback is None  # only alerts about training request a rollback
                 self._evaluation = row
@@ -654,7 +654,7 @@ class TrainLoop:
         row = self._evaluation if self._evaluated_at == self.state.global_step else None
         best_by = None
         if row is not None:
-            best_by = record_best_metric(self._parts.eval_config, row, self._parts.objective)
+            best_by = get_best_metric(self._parts.eval_config, row, self._parts.objective)
         return {
             "global_step": self.state.global_step,
             "tokens_seen": float(self.state.tokens_seen),
