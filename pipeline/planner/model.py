@@ -70,9 +70,9 @@ class ModelSpec:
     """Model that a run trains, by its parameters and sizes."""
 
     name: str
-    """Name for messages: folder or hub name, or the architecture of a model with new weights."""
+    """Name for messages: folder or hub name, architecture, or type of the model."""
     parameters: tuple[ParameterSpec, ...]
-    """All parameters, the input embedding of a language model first."""
+    """All parameters. In a model from shapes.py, the first is the input embedding."""
     dimensions: DecoderDimensions | None = None
     """Sizes of the blocks; `None` if it is no language model of a known family."""
 

@@ -302,7 +302,7 @@ class StepTime:
         return self.tokens / self.seconds
 
     def mfu(self, peak: float) -> float:
-        """Return the model FLOPs utilization. `peak` is one GPU's peak in FLOP/s."""
+        """Return the model FLOPs utilisation. `peak` is one GPU's peak in FLOP/s."""
         return self.model_flops / self.gpus / self.seconds / peak
 
 
