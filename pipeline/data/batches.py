@@ -53,7 +53,7 @@ class BatchOrigin(NamedTuple):
 
 
 class LoadedBatch(Batch):
-    """A batch on its way to the model and the loss.
+    """A batch with metadata: its number of samples, their origin, and the host copy of a moved batch.
 
     Its values are tensors, nested tuples, lists and dicts of tensors, or other objects such as strings.
 
@@ -79,7 +79,7 @@ class LoadedBatch(Batch):
 
 
 def get_host_batch(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch as it was before it was moved to a device, or the batch itself if that is unknown."""
+    """Return the batch as it was before it was moved to a device, or the batch itself if it was not moved."""
     return getattr(batch, "host", None) or batch
 
 
@@ -267,7 +267,7 @@ def _to_tensor(value: Any) -> Tensor:
     return torch.as_tensor(np.array(value) if isinstance(value, np.generic) else value)
 
 
-WHOLE_SAMPLES = "samples"  # stands for the name of an entry while entire samples are stacked
+WHOLE_SAMPLES = "samples"  # used in place of an entry's name if entire samples are stacked
 
 
 def stack_samples(samples: Sequence[Any], where: str = WHOLE_SAMPLES) -> Any:

@@ -26,10 +26,11 @@ class DataBundle:
 
     Attributes:
         train: Map-style data set (`__len__`, `__getitem__`) of training samples (see batches.py). The random
-            generators of torch, numpy and Python are seeded for each batch, which takes 0.1 ms. A data set
-            with the attribute `is_deterministic = True` is read without seeding; it must draw no random
-            numbers. If it has a method `augmented(index, seed)`, training samples come from that method:
-            `seed` is a random 64-bit number that follows from the sample's position in the run.
+            generators of torch, numpy and Python are seeded for each batch and for each sample that
+            `__getitem__` returns, which takes 0.1 ms per batch. A data set with the attribute
+            `is_deterministic = True` is read without seeding; it must draw no random numbers. If it has a
+            method `augmented(index, seed)`, training samples come from that method: `seed` is a random 64-bit
+            number that follows from the sample's position in the run.
         eval: Held-out data sets by name, such as one for each source; may be empty.
         collate: Function that makes a batch (see batches.as_batch) of the result of `__getitems__`, or of a
             list of results of `__getitem__`.

@@ -59,7 +59,8 @@ class BatchReader(Dataset[Any]):
     The random numbers that a user's data set draws are a function of the seed and a position in the order. So
     they are the same in this process and in a worker, at any time of reading, and after a resume. In
     `augmented` and `__getitem__` the position is the sample's, so the numbers do not depend on the number of
-    ranks. In `__getitems__` and the collate function, the position is the one of the batch's first sample.
+    ranks. In `__getitems__` and the collate function, the position is that of the batch's first sample. A
+    collate function is not seeded if the data set has `augmented` (in training) or is deterministic.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ def _return_unchanged(batch: Any) -> Any:
 class BatchSource(Protocol):
     """Source of one rank's training data: a group of micro-batches for each optimizer step.
 
-    Rollouts can implement this protocol, because `next_group` may make its rows. The state is the position in
+    Rollouts can implement this protocol, because `next_group` may generate rows. The state is the position in
     the data. A run that resumes from a state must get the same rows as a run that was never interrupted.
     """
 
@@ -247,7 +248,7 @@ class ReplayableSource(Protocol):
 
 
 class TrainLoader:
-    """Loads a rank's micro-batches of a map-style data set; prefetches them to the device, can replay them.
+    """Loads a rank's micro-batches of a map-style data set, prefetches them to the device and replays them.
 
     Implements BatchSource, PrefetchingSource and ReplayableSource.
 
@@ -446,7 +447,7 @@ class TrainLoader:
     def describe(self, first: int, last: int) -> str:
         """Describe the samples at positions [first, last), such as `wiki 7, 12; code 3 ...`.
 
-        Each is named by its source and its index in the source; at most MAX_LISTED_SAMPLES are.
+        Names each sample by its source and its index in the source, up to MAX_LISTED_SAMPLES samples.
         """
         positions = np.arange(first, min(last, first + MAX_LISTED_SAMPLES))
         by_source = defaultdict[str, list[str]](list)

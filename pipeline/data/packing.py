@@ -165,7 +165,8 @@ def get_max_open_parts() -> int:
     """Return the number of parts that a data set keeps mapped; the least recently used one is closed first.
 
     A mapped part takes one or two file descriptors, and one of the 65,530 maps that Linux allows a process.
-    Mapping another part takes about 50 microseconds.
+    Mapping another part takes about 50 microseconds. Each data set may use only 1/64 of the file descriptors,
+    since a process has one data set for each source.
     """
     return max(8, min(MAX_OPEN_PARTS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64))
 
