@@ -70,7 +70,7 @@ PATHS = [
     ),
     paths("an empty path", "", "data.paths: '' does not exist"),
     paths("a glob that finds nothing", "{here}/*.txt", "the glob {here}/*.txt has no files"),
-    paths("a folder of other files", "{here}/f", "only 1 other files (.pdf)", **{"f/a__pdf": "%PDF"}),
+    paths("a folder of other files", "{here}/f", "only files of other types (.pdf)", **{"f/a__pdf": "%PDF"}),
     paths("the library under another name", "python_stdlb", "does not exist", "did you mean python_stdlib?"),
     paths("a path of 5000 letters", "{here}/" + "a" * 5000, "data.paths", "File name too long"),
     paths(
@@ -79,8 +79,8 @@ PATHS = [
         "is a link to a file that does not exist",
         **{"f/a__txt": link("/nowhere")},
     ),
-    paths("a pipe among the data", "{here}/p.txt", "p.txt is no file: a pipe", p__txt=pipe),
-    paths("a device among the data", "/dev/zero", "/dev/zero is no file"),
+    paths("a pipe among the data", "{here}/p.txt", "p.txt is a pipe, a socket or a device", p__txt=pipe),
+    paths("a device among the data", "/dev/zero", "/dev/zero is a pipe, a socket or a device"),
     paths("a folder with nothing but a pipe", "{here}/f", "expected files that end in", **{"f/a__txt": pipe}),
 ]
 

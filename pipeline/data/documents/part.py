@@ -98,8 +98,8 @@ class IterablePiece:
         """Yield each text or dict that the function returns.
 
         Raises:
-            DataError: The function returned no iterable or calls `sys.exit`, or an item is neither a text nor
-                a dict. Other exceptions of the function keep their type.
+            DataError: The function does not return an iterable or calls `sys.exit`, or an item is neither a
+                text nor a dict. Other exceptions of the function keep their type.
         """
         function = import_object(self.import_path, DataError)
         with exit_as_error(f"data iterable {self.import_path}", DataError):
@@ -176,7 +176,8 @@ def classify_file(path: Path) -> FileSpan | None:
     """Return the span of an entire file, with kind and compression by its suffixes.
 
     Returns:
-        The span; `None` if the suffix is not known, or is a compression of a format that compresses itself.
+        The span; `None` if the suffix is not known, or if it is a compression suffix after that of a format
+        with internal compression (COMPRESSED_KINDS).
     """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
@@ -200,7 +201,8 @@ def _find_files_of_entry(entry: str) -> list[FileSpan]:
         span = classify_file(path)
         if not path.is_file():
             raise DataError(
-                f"data.paths: {entry} is no file: a pipe, a socket or a device; write it to a file"
+                f"data.paths: {entry} is a pipe, a socket or a device; write its content to a file, and name "
+                "that file"
             )
         if span is None:
             raise DataError(
@@ -227,12 +229,12 @@ def _find_files_of_entry(entry: str) -> list[FileSpan]:
             )
         if span is None or not file.is_file():
             continue
-        # JSON files in a folder are left out if they are no lists of rows, but settings or an index.
+        # Leave out JSON files that a folder contains unless they are lists of rows: most are settings.
         if file in matched_files or span.kind != "json" or _begins_with_list(span):
             usable.append(span)
     if not usable:
         suffixes = sorted({file.suffix.lower() or "without a suffix" for file in files})
-        content = f"only {len(files)} other files ({', '.join(suffixes[:5])})" if files else "no files"
+        content = f"only files of other types ({', '.join(suffixes[:5])})" if files else "no files"
         raise DataError(
             f"data.paths: the {what} {entry} has {content}; expected files that end in {READABLE_FILES}"
         )
@@ -322,7 +324,7 @@ def _suggest_path(path: Path) -> str:
     return f"; did you mean {suggestion}?"
 
 
-PART_SIZE = 32 * 2**20  # bytes of input: seconds of work, so that little is lost if a process is killed
+PART_SIZE = 32 * 2**20  # bytes of input: at most a minute of work is lost if a process is killed
 READING_VERSION = 2  # part of every digest: increase it when a change alters the documents that are read
 
 
@@ -389,8 +391,8 @@ def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART
 def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[SourcePiece, ...]]:
     """Group neighbouring small pieces into groups of about `mean_size` bytes; larger pieces stay alone.
 
-    A piece ends its group with a probability of its size over `mean_size`. Its digest decides, in place of
-    the sizes before it. So a changed file alters no groups but its own and the next one.
+    A piece ends its group with the probability `size / mean_size`, drawn from its digest. The sizes of
+    earlier pieces do not matter. So a changed file alters only its own group and the next one.
     """
     groups: list[list[SourcePiece]] = [[]]
     for piece in pieces:
@@ -489,7 +491,7 @@ def _iter_texts(part: SourcePart, bad: BadRecordPolicy) -> Iterator[tuple[str, s
 
 
 def no_text_error(source: SourceConfig, tally: Tally) -> DataError:
-    """Return the error for a source of whose parts no document has any text that can be used.
+    """Return the error for a source without a single document that can be used.
 
     Args:
         source: The source.
@@ -500,7 +502,10 @@ def no_text_error(source: SourceConfig, tally: Tally) -> DataError:
     skipped = f"; {num_bad} bad records were skipped (bad_records: error shows the first)" if num_bad else ""
     dropped = "".join(f"; {count:,} {kind}" for kind, count in sorted(tally.items()) if kind != BAD_RECORDS)
     if not dropped:
-        return DataError(f"data source {source.name}: no document of {location} has any text{skipped}")
+        return DataError(
+            f"data source {source.name}: no document of {location} has any text{skipped}; add text, or "
+            "remove the source"
+        )
     is_too_long = "longer than" in dropped
     advice = "; data.too_long=error names the first and the length it needs" if is_too_long else ""
     return DataError(

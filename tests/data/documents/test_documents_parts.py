@@ -172,7 +172,7 @@ def test_a_source_without_text(tmp_path):
     assert message == f"data.paths: 3 files, all empty (first: {tmp_path}/a.txt); add text"
     assert str(no_text_error(source(tmp_path), Tally({"bad records": 3}))) == (
         f"data source web: no document of {tmp_path} has any text; 3 bad records were skipped "
-        "(bad_records: error shows the first)"
+        "(bad_records: error shows the first); add text, or remove the source"
     )
 
 
