@@ -393,7 +393,7 @@ CHAT_LAYOUTS = {
 }
 
 
-# Fields whose value decides how the template writes other fields, and which is not written itself.
+# Fields whose value decides how the template writes other fields. The text need not contain the value itself.
 TYPE_FIELDS = frozenset({"role", "from", "type"})
 
 

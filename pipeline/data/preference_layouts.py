@@ -318,10 +318,10 @@ def _split_turns(
         raise DataError(f"{where}: the chosen and the rejected answer are the same; nothing is preferred")
     next_turns = [turns[count] for turns in (chosen, rejected) if len(turns) > count]
     if count == 0 or any(turn["role"] != ASSISTANT for turn in next_turns):
-        raise DataError(
-            f"{where}: {pair[0]!r} and {pair[1]!r} do not share a prompt: turn {count + 1} is no answer and "
-            "differs"
+        reason = (
+            f"turn {count + 1} differs and is not an assistant's" if count else "their first turns differ"
         )
+        raise DataError(f"{where}: {pair[0]!r} and {pair[1]!r} do not share a prompt: {reason}")
     return chosen[:count], chosen[count:], rejected[count:]
 
 
@@ -346,7 +346,10 @@ def _refuse_other_prompt(
     else:
         is_same = prompt is None or shared[: len(prompt)] == prompt
     if not is_same:
-        raise DataError(f"{where}: the answers are whole conversations that do not begin with {field!r}")
+        raise DataError(
+            f"{where}: the answers are whole conversations that do not begin with the prompt in {field!r}; "
+            "make them equal, or remove the field"
+        )
 
 
 def _refuse_empty(where: str, side: str, content: TextOrTurns) -> None:

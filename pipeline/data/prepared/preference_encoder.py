@@ -184,7 +184,8 @@ class PreferenceEncoder:
         """Return the document of an example; `None` if it is too long and dropped.
 
         Raises:
-            DataError: An answer has no token, or no prompt before it; or both answers have the same tokens.
+            DataError: No token of an answer is in the loss, there is no prompt before it, or both answers
+                have the same tokens.
             ConfigError: The example is too long, and `data.too_long` is `error`.
         """
         masks = []
@@ -192,11 +193,14 @@ class PreferenceEncoder:
             assert mask is not None  # since the prompt is not in the loss
             side = KIND_NAMES[answer.kind]
             if not mask.any():
-                raise DataError(f"{where}: the {side} answer has no token, as the chat template writes it")
+                raise DataError(
+                    f"{where}: no token of the {side} answer is in the loss: the chat template does not "
+                    "write the answer, or the row gives it the weight 0"
+                )
             if mask[0]:
                 raise DataError(
-                    f"{where}: the {side} answer's first token has no prompt before it, as the chat template "
-                    "writes it"
+                    f"{where}: the chat template writes no prompt before the {side} answer; its first token "
+                    "cannot be predicted"
                 )
             masks.append(mask)
         if len(segments) == 2 and np.array_equal(segments[0][0], segments[1][0]):
