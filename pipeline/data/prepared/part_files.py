@@ -182,7 +182,7 @@ def find_damage(folder: Path, index: str, verify: bool) -> str | None:
             mtimes[name] = _read_mtime(folder / name)
             must_compare = verify or compared_mtimes.get(name) != mtimes[name]
             if must_compare and compute_checksum(folder / name) != expected["xxh3_128"]:
-                return f"the checksum of {name} is not that of the written content"
+                return f"the content of {name} does not match its checksum"
         except OSError as error:
             return f"{name}: {error.strerror or error}"
     has_new_mtimes = not mtimes.items() <= compared_mtimes.items()
@@ -391,7 +391,10 @@ class TokenPart:
 
     @property
     def segments(self) -> NDArray[np.int32]:
-        """Table (documents, MAX_SEGMENTS, 3): kind (0 if none), tokens of the prompt, all tokens."""
+        """Table (documents, MAX_SEGMENTS, 3): kind, tokens of the prompt, and all tokens of each segment.
+
+        The kind is 0 if there is no segment; see TokenizedDocument.
+        """
         shape = (self.num_documents, MAX_SEGMENTS, 3)
         return self._map("segments", np.dtype("<i4"), math.prod(shape)).reshape(shape)
 

@@ -97,8 +97,8 @@ def iter_leakage_warnings(sources: Sequence[FoundSource]) -> Iterator[str]:
         if found.is_eval_set and shared:
             yield (
                 f"data.eval_sets.{found.source.name}: {len(shared)} of its {len(digests)} files are also in "
-                f"the training source {train_source_of[shared[0]]}, so its loss is not that of unseen text; "
-                "remove them from one of the two"
+                f"the training source {train_source_of[shared[0]]}, so its loss is not measured on unseen "
+                "text; remove them from one of the two"
             )
 
 
@@ -124,7 +124,7 @@ def plan_tasks(
 
 
 def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
-    """Return the settings that, besides its record and the tokenizer, decide a document's ids."""
+    """Return the settings that decide a document's ids, apart from the record and the tokenizer."""
     if config.conversations is None:
         return {"kind": "text"}
     return {
@@ -142,8 +142,8 @@ class PreparedSource:
         name: Name of the source.
         train: Documents to train on; empty for an evaluation set.
         eval: Held-out documents.
-        tally: Counts of records by kind of remark, such as skipped `bad records`, with the location of the
-            first record of each kind.
+        tally: Counts of skipped, dropped and changed records by kind, such as `bad records`, with the
+            location of the first record of each kind.
     """
 
     name: str
@@ -181,7 +181,8 @@ def prepare_documents(
 
     Args:
         config: The recipe's data section.
-        shard: Index and count, to prepare and return only every count-th part; `None` for all parts.
+        shard: (index, count): prepare and return only every count-th part, starting with part `index`; `None`
+            for all parts.
         verify: Whether to compare the checksums of all existing files, not only of changed ones. Damaged
             parts are prepared again in either case.
 
@@ -247,7 +248,8 @@ def _prepare_missing(tasks: Sequence[PartTask], config: DocumentsConfig, tokeniz
         tokenizer=tokenizer.path,
         end_of_document=tokenizer.tokenizer.eos_token_id,
         vocab_size=tokenizer.vocab_size,
-        # A part takes a worker about a minute. With fewer workers than cores, each gets several threads.
+        # With fewer workers than cores, each worker gets several threads, so that large parts do not take a
+        # minute each.
         threads=min(cores, 2 * -(-cores // workers)),
     )
     size = sum(task.part.size for task in tasks)
@@ -293,7 +295,7 @@ def _collect_parts(
         complete: Whether `tasks` has all parts, so that every source must have a document.
 
     Raises:
-        DataError: No document of a source has any text.
+        DataError: A source has no document that can be used.
     """
     keys = {task.key for task in tasks}
     train_sources: list[PreparedSource] = []

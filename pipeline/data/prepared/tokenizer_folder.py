@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TRAINING_VERSION = 2  # part of the key: increase it when a change alters the trained tokenizer
-MAX_TRAINING_BYTES = 1_000_000_000  # of text: more would take minutes per GB and hardly change an entry
+MAX_TRAINING_BYTES = 1_000_000_000  # of text: more takes minutes per GB and hardly changes the tokens
 INDEX_FILE = "index.json"
 MARKER_PATTERN = re.compile(r"<[|｜][^\s<>'\"{}|｜]+[|｜]>")  # a template's marker, such as <|im_end|>
 log = logging.getLogger(__name__)

@@ -160,7 +160,7 @@ def test_an_unchanged_set_is_read_nowhere_and_altered_tokens_are_found_when_aske
     prepare_documents(config)
     assert "damaged" not in told()
     prepare_documents(config, verify=True)
-    assert told().count("the checksum of train.tokens is not that of the written content") == 1
+    assert told().count("the content of train.tokens does not match its checksum") == 1
     name = str(victim.relative_to(tmp_path / "cache"))
     assert bytes_of(tmp_path / "cache")[name] == content[name]
 
