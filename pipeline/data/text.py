@@ -61,7 +61,8 @@ class PreferenceRows(PaddedRows):
         answer_length: Maximum number of tokens of a mismatched answer with its prompt; `None` for no limit.
 
     Attributes:
-        longest: Number of tokens of the longest segment. Positions in padding restart after as many tokens.
+        longest: Number of tokens of the longest segment. In padding, `position_ids` restart from 0 after
+            every `longest` tokens.
         num_segments: Number of segments in a row, S; the largest of all rows until `unify_shapes` raises it.
         has_margins: Whether batches have `margins`.
         num_cut: Number of mismatched answers that are cut.
@@ -327,18 +328,22 @@ def _drop_empty_sets(
 ) -> dict[str, PackedDataset]:
     """Return the data sets that have a row, and log a warning for each of the others.
 
-    A data set may be empty because documents are held out by their hash, and none may be chosen.
+    Documents are held out by their hash, so a small source may have none. An evaluation set may be shorter
+    than a sequence.
     """
     for source in sources:
         if not len(rows[source.name]):
             size = f"{source.eval.num_tokens} tokens in {source.eval.num_documents} documents"
+            advice = "add documents"
+            if source.name not in config.eval_sets:
+                size += f" are held out (data.eval_fraction {config.eval_fraction:g})"
+                advice = "raise data.eval_fraction, or add documents"
             log.warning(
-                "no evaluation on %s: %s are held out (data.eval_fraction %g), and one sequence takes %d "
-                "tokens; raise data.eval_fraction, or add documents",
+                "no evaluation on %s: %s, and one sequence takes %d tokens; %s",
                 source.name,
                 size,
-                config.eval_fraction,
                 config.sequence_length + 1,
+                advice,
             )
     return {name: dataset for name, dataset in rows.items() if len(dataset)}
 
