@@ -33,7 +33,7 @@ def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
         job: The ranks to compare.
         data: Data of this rank.
         is_custom: Whether the data sets are the user's own. Then some samples are read and compared. If a
-            sample differs each time it is read, this is logged and no difference is an error.
+            sample differs each time it is read, this is logged, and only a different fingerprint is an error.
 
     Raises:
         DataError: A rank has other data, such as from a machine with different files; raised on every rank.

@@ -66,31 +66,36 @@ class TemplateProcess:
         self.close = weakref.finalize(self, _end_child, self._connection, self._process, os.getpid())
         self.turn_stop: str | None = self._call("turn_stop", [("the chat template",)])[0]
 
-    def write(self, given: Sequence[tuple[str, Conversation]]) -> list[str]:
-        """Return the text of each conversation; see ChatTemplate.write."""
-        return self._call("write", given)
+    def write(self, conversations: Sequence[tuple[str, Conversation]]) -> list[str]:
+        """Return the text of each conversation; each item has the arguments of ChatTemplate.write."""
+        return self._call("write", conversations)
 
     def write_question(self, question: str) -> str:
         """Return a question as text; see ChatTemplate.write_question."""
         return str(self._call("write_question", [(question,)])[0])
 
-    def find_answers(self, given: Sequence[tuple[str, Conversation, str]]) -> list[list[Spans]]:
-        """Return the positions of the answers in each conversation; see ChatTemplate.find_answers."""
-        return self._call("find_answers", given)
+    def find_answers(self, conversations: Sequence[tuple[str, Conversation, str]]) -> list[list[Spans]]:
+        """Return the answers' positions; each item has the arguments of ChatTemplate.find_answers."""
+        return self._call("find_answers", conversations)
 
-    def _call(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return the child's answers. The first item of each request is its location, for messages."""
-        answers: list[Any] = []
+    def _call(self, attribute: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the results of calls of a method of the child's ChatTemplate, or the value of an attribute.
+
+        Args:
+            attribute: Name of the method or attribute.
+            calls: Arguments of each call; the first argument is its location, for messages.
+        """
+        results: list[Any] = []
         try:
-            self._connection.send((what, list(given)))
-            while len(answers) < len(given):
-                failure, answer = self._connection.recv()
+            self._connection.send((attribute, list(calls)))
+            while len(results) < len(calls):
+                failure, result = self._connection.recv()
                 if failure is not None:
                     raise failure
-                answers.append(answer)
+                results.append(result)
         except (EOFError, ConnectionError):
-            raise self._explain_death(given[len(answers)][0]) from None
-        return answers
+            raise self._explain_death(calls[len(results)][0]) from None
+        return results
 
     def _explain_death(self, where: str) -> PipelineError:
         code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])

@@ -190,7 +190,9 @@ class Augmentation:
 def _find_function(name: str) -> Callable[..., Tensor]:
     """Return the function of an augmentation; raise DataError if there is none."""
     if name not in AUGMENTATIONS:
-        raise DataError(f"data.augmentations: no {name!r}{did_you_mean(name, AUGMENTATIONS)}")
+        raise DataError(
+            f"data.augmentations: there is no augmentation {name!r}{did_you_mean(name, AUGMENTATIONS)}"
+        )
     return AUGMENTATIONS[name]
 
 
@@ -198,13 +200,16 @@ def _check_arguments(name: str, arguments: dict[str, Any]) -> None:
     """Check the keyword arguments of an augmentation.
 
     Raises:
-        DataError: The function has no such argument, or a value is not a number, or two, within the limits.
+        DataError: The function has no such argument, or a value is not a number (or a pair of numbers) within
+            the limits.
     """
     parameters = inspect.signature(AUGMENTATIONS[name]).parameters.values()
     defaults = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
     for key, value in arguments.items():
         if key not in defaults:
-            raise DataError(f"data.augmentations.{name}: no argument {key!r}{did_you_mean(key, defaults)}")
+            raise DataError(
+                f"data.augmentations.{name}: there is no argument {key!r}{did_you_mean(key, defaults)}"
+            )
         low, high = ARGUMENT_LIMITS.get(key, (0.0, math.inf))
         is_pair = isinstance(defaults[key], tuple)
         is_valid = _is_ascending_pair(value, low, high) if is_pair else _is_number(value, low, high)
