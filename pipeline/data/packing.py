@@ -263,13 +263,13 @@ def compute_offsets(sizes: Any) -> Ints:
 class PiecePlacement(NamedTuple):
     """Places of the N pieces of a batch, where a place is an index into its B * T positions."""
 
-    rows: int
+    num_rows: int
     """Number of rows, B."""
     pieces: Ints
     """(N,) numbers of the pieces in the data set."""
     lengths: Ints
     """(N,) number of tokens of each piece."""
-    of_row: Ints
+    row_of_piece: Ints
     """(N,) row of each piece in the batch, from 0."""
     places: Ints
     """(N,) place of each piece's first token."""
@@ -327,17 +327,17 @@ class PaddedRows(PackedDataset):
         before = np.cumsum(counts) - counts  # number of pieces in the rows before each row
         pieces = np.repeat(self._bounds[rows] - before, counts) + np.arange(counts.sum())
         lengths = self._lengths[pieces].astype(np.int64)
-        of_row = np.repeat(np.arange(len(rows)), counts)
+        row_of_piece = np.repeat(np.arange(len(rows)), counts)
         tokens_before = np.cumsum(lengths) - lengths  # number of tokens before each piece, without padding
         row_lengths = np.add.reduceat(lengths, before)
         row_begins = np.arange(len(rows)) * self.sequence_length
         padding_before = row_begins - (np.cumsum(row_lengths) - row_lengths)  # in the rows before each row
-        places = tokens_before + padding_before[of_row]
+        places = tokens_before + padding_before[row_of_piece]
         return PiecePlacement(
-            rows=len(rows),
+            num_rows=len(rows),
             pieces=pieces,
             lengths=lengths,
-            of_row=of_row,
+            row_of_piece=row_of_piece,
             places=places,
             row_ends=row_begins + row_lengths,
         )
@@ -349,7 +349,7 @@ class PaddedRows(PackedDataset):
         starts -= self._first_tokens[parts]
         # A document's last token has no label, because no token of the document follows.
         num_labels = placed.lengths - self._is_end[placed.pieces]
-        pair = np.empty((2, placed.rows, self.sequence_length), dtype=np.int64)
+        pair = np.empty((2, placed.num_rows, self.sequence_length), dtype=np.int64)
         pair[0] = self.end_id
         pair[1] = IGNORE_INDEX
         inputs, labels = pair.reshape(2, -1)

@@ -87,14 +87,14 @@ class PreferenceRows(PaddedRows):
             segments = _SegmentPieces(*map(np.concatenate, zip(segments, *further, strict=True)))
             if len(examples.kinds) == 1:  # there is no other example's answer
                 segments = _SegmentPieces(*(values[:0] for values in segments))
-        by_example = np.lexsort((segments.places, segments.examples))
+        by_example = np.lexsort((segments.order, segments.examples))
         segments = _SegmentPieces(*(values[by_example] for values in segments))
         ends = np.ones(len(segments.starts), np.bool_)
         pieces = DocumentPieces(segments.starts, segments.lengths.astype(np.int32), ends, 0)
         order = self._arrange(pieces, share_rows, segments.examples)
         self._kinds = segments.kinds[order].astype(np.int8)
         # The margin belongs to the chosen answer, the first of its example.
-        margins = np.where(segments.places == 0, examples.margins[segments.examples], np.nan)[order]
+        margins = np.where(segments.order == 0, examples.margins[segments.examples], np.nan)[order]
         self.has_margins = bool(np.isfinite(margins).any())
         self._margins = np.nan_to_num(margins)
         begins_segment = self._kinds > 0
@@ -119,16 +119,18 @@ class PreferenceRows(PaddedRows):
         labels[answer_starts - 1] = inputs[answer_starts]
         batch = self._make_batch(pair, np.concatenate([placed.places[begins_segment], placed.row_ends]))
         batch["position_ids"] %= self.longest
-        segments_before_row = compute_offsets(np.bincount(placed.of_row, begins_segment, placed.rows))[:-1]
-        segment_numbers = np.cumsum(begins_segment) - 1 - segments_before_row[placed.of_row]
+        segments_before_row = compute_offsets(
+            np.bincount(placed.row_of_piece, begins_segment, placed.num_rows)
+        )[:-1]
+        segment_numbers = np.cumsum(begins_segment) - 1 - segments_before_row[placed.row_of_piece]
         # Positions of all tokens of the pieces in the batch, which is flattened.
         shifts = placed.places - np.cumsum(placed.lengths) + placed.lengths
         positions = np.repeat(shifts, placed.lengths) + np.arange(placed.lengths.sum())
         segments = np.full(inputs.shape, -1)
         segments[positions] = np.repeat(segment_numbers, placed.lengths)
         batch["segments"] = torch.from_numpy(segments.reshape(pair.shape[1:]))
-        rows_and_numbers = (placed.of_row[begins_segment], segment_numbers[begins_segment])
-        segment_kinds = np.zeros((placed.rows, self.num_segments), dtype=np.int64)
+        rows_and_numbers = (placed.row_of_piece[begins_segment], segment_numbers[begins_segment])
+        segment_kinds = np.zeros((placed.num_rows, self.num_segments), dtype=np.int64)
         segment_kinds[rows_and_numbers] = kinds[begins_segment]
         batch["segment_kinds"] = torch.from_numpy(segment_kinds)
         if self.has_margins:
@@ -169,14 +171,14 @@ class _SegmentPieces(NamedTuple):
         lengths: (N,) number of tokens.
         kinds: (N,) kind of the segment that begins with the piece; 0 if the piece continues a segment.
         examples: (N,) number of the example.
-        places: (N,) order of the piece within its example.
+        order: (N,) number that orders the pieces of an example; 0 for its first answer.
     """
 
     starts: Ints
     lengths: Ints
     kinds: Ints
     examples: Ints
-    places: Ints
+    order: Ints
 
 
 class _Examples(NamedTuple):
@@ -195,9 +197,9 @@ class _Examples(NamedTuple):
 
     def find_own_segments(self) -> _SegmentPieces:
         """Return all segments of the examples, each as one piece."""
-        examples, places = np.nonzero(self.kinds)
-        index = (examples, places)
-        return _SegmentPieces(self.starts[index], self.lengths[index], self.kinds[index], examples, places)
+        examples, columns = np.nonzero(self.kinds)
+        index = (examples, columns)
+        return _SegmentPieces(self.starts[index], self.lengths[index], self.kinds[index], examples, columns)
 
     def make_mismatched_segments(
         self, row_length: int, max_length: int | None
@@ -213,11 +215,11 @@ class _Examples(NamedTuple):
         Returns:
             Pieces of the prompts and of the answers, and the number of answers that are cut.
         """
-        examples, places = np.nonzero(self.kinds)
+        examples, columns = np.nonzero(self.kinds)
         next_examples = (examples + 1) % len(self.kinds)
         # If the next example has no rejected answer, use its chosen answer.
-        next_segments = (next_examples, np.where(self.kinds[next_examples, places] > 0, places, 0))
-        prompt_lengths = self.prompts[examples, places]
+        next_segments = (next_examples, np.where(self.kinds[next_examples, columns] > 0, columns, 0))
+        prompt_lengths = self.prompts[examples, columns]
         num_answers = (self.kinds > 0).sum(1)
         repeated_prompts = np.where(self.kinds > 0, self.prompts, 0).sum(1)
         room_per_answer = (row_length - self.lengths.sum(1) - repeated_prompts) // num_answers
@@ -225,20 +227,20 @@ class _Examples(NamedTuple):
         answer_lengths = np.minimum(full_lengths, room_per_answer[examples])
         if max_length is not None:
             answer_lengths = np.minimum(answer_lengths, max_length - prompt_lengths)
-        prompt_places = self.kinds.shape[1] + 2 * places  # after the example's own segments
+        prompt_order = self.kinds.shape[1] + 2 * columns  # after the example's own segments
         prompts = _SegmentPieces(
-            starts=self.starts[examples, places],
+            starts=self.starts[examples, columns],
             lengths=prompt_lengths,
             kinds=np.full_like(prompt_lengths, MISMATCHED),
             examples=examples,
-            places=prompt_places,
+            order=prompt_order,
         )
         answers = _SegmentPieces(
             starts=self.starts[next_segments] + self.prompts[next_segments],
             lengths=answer_lengths,
             kinds=np.zeros_like(prompt_lengths),
             examples=examples,
-            places=prompt_places + 1,
+            order=prompt_order + 1,
         )
         return (prompts, answers), int((answer_lengths < full_lengths).sum())
 
@@ -334,15 +336,18 @@ def _drop_empty_sets(
     for source in sources:
         if not len(rows[source.name]):
             size = f"{source.eval.num_tokens} tokens in {source.eval.num_documents} documents"
+            minimum = f"one sequence takes {config.sequence_length + 1} tokens"
+            if config.preferences is not None and config.preferences.is_unpaired:
+                minimum = "unpaired answers need two examples"
             advice = "add documents"
             if source.name not in config.eval_sets:
                 size += f" are held out (data.eval_fraction {config.eval_fraction:g})"
                 advice = "raise data.eval_fraction, or add documents"
             log.warning(
-                "no evaluation on %s: %s, and one sequence takes %d tokens; %s",
+                "no evaluation on %s: %s, and %s; %s",
                 source.name,
                 size,
-                config.sequence_length + 1,
+                minimum,
                 advice,
             )
     return {name: dataset for name, dataset in rows.items() if len(dataset)}

@@ -122,3 +122,13 @@ def test_no_evaluation_is_said(corpus, tmp_path, caplog):
     bundle = prepare_data(config([corpus], tmp_path / "cache", eval_fraction=1e-9))
     assert bundle.eval == {}
     assert "no evaluation on source1: 0 tokens in 0 documents are held out" in caplog.text
+
+
+def test_an_eval_set_that_is_too_short_gets_advice_that_helps(corpus, tmp_path, caplog):
+    (tmp_path / "short.txt").write_text("a few words")
+    given = config(
+        [corpus], tmp_path / "cache", eval_sets={"short": {"paths": [str(tmp_path / "short.txt")]}}
+    )
+    assert prepare_data(given).eval_sets == {}
+    warning = next(line for line in caplog.messages if "no evaluation on short" in line)
+    assert warning.endswith("tokens in 1 documents, and one sequence takes 33 tokens; add documents")
