@@ -89,7 +89,7 @@ class LeftOutPositions:
         ranges: Ranges [first, last), in any order; they may overlap.
 
     Attributes:
-        ranges: The different ranges, sorted.
+        ranges: The ranges, sorted and without duplicates.
     """
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:

@@ -397,7 +397,7 @@ class ChatEncoder:
         return documents
 
     def _fits(self, written: WrittenConversation) -> bool:
-        """Return whether the conversation fits in a sequence and one more token, which is only a label."""
+        """Return whether the conversation has at most `sequence_length` tokens and one more as a label."""
         return self._writer.count_tokens(written) <= self._config.sequence_length + 1
 
     def _shorten(self, written: list[WrittenConversation], tally: Tally) -> list[WrittenConversation | None]:

@@ -204,13 +204,13 @@ def prepare_documents(
     if missing:
         if len(missing) < len(tasks):
             log.info("%d of %d parts are prepared already", len(tasks) - len(missing), len(tasks))
-        lock = f"{platform.node()}-{hash_json([task.key for task in tasks])}"
+        lock_name = f"{platform.node()}-{hash_json([task.key for task in tasks])}"
 
         def describe_wait() -> str:
             num_finished = sum(task.folder.is_dir() for task in tasks)
             return f"waiting for another process, which has prepared {num_finished} of {len(tasks)} parts"
 
-        with hold_lock(cache_dir, lock, describe_wait):
+        with hold_lock(cache_dir, lock_name, describe_wait):
             still_missing = [task for task in missing if not is_prepared(task.folder)]
             _prepare_missing(still_missing, config, tokenizer)
     prepared = _collect_parts(sources, tasks_by_source, tasks, tokenizer, complete=shard is None)
