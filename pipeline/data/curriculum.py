@@ -151,14 +151,15 @@ def build_weights(config: DocumentsConfig, sources: Sequence[SourceShare]) -> We
         function = import_object(import_path, DataError)
 
         def call_user_function(step: int) -> Sequence[float]:
-            return _check_weights(_call_function(import_path, function, step, sources), sources, step)
+            weights = _call_function(import_path, function, step, sources)
+            return _check_weights(weights, sources, step, "data.curriculum")
 
         return call_user_function
     if any(isinstance(schedule, dict) for schedule in schedules):
 
         def interpolate_weights(step: int) -> Sequence[float]:
             weights = [interpolate_weight(schedule or 0.0, step) for schedule in schedules]
-            return _check_weights(weights, sources, step)
+            return _check_weights(weights, sources, step, "data.sources")
 
         return interpolate_weights
     return None
@@ -188,8 +189,16 @@ def _call_function(
     return [weights[name] for name in names]
 
 
-def _check_weights(weights: Sequence[float], sources: Sequence[SourceShare], step: int) -> Sequence[float]:
+def _check_weights(
+    weights: Sequence[float], sources: Sequence[SourceShare], step: int, key: str
+) -> Sequence[float]:
     """Return the weights of a step unchanged if they are valid.
+
+    Args:
+        weights: Weight of each source.
+        sources: The sources.
+        step: Step of the weights, for messages.
+        key: Key of the recipe that gives the weights, for messages.
 
     Raises:
         DataError: A weight is not a finite number of at least 0, all are 0, or a source without samples has a
@@ -197,15 +206,18 @@ def _check_weights(weights: Sequence[float], sources: Sequence[SourceShare], ste
     """
     for source, weight in zip(sources, weights, strict=True):
         if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            raise DataError(f"the weight of {source.name} at step {step} is {weight!r}; expected 0 or above")
+            raise DataError(
+                f"{key}: the weight of {source.name} at step {step} is {weight!r}; expected a number of at "
+                "least 0"
+            )
         if weight and not source.num_samples:
             raise DataError(
-                f"data.sources: {source.name} has weight {weight:g} at step {step} and no training sample; "
+                f"{key}: {source.name} has weight {weight:g} at step {step} and no training sample; "
                 "add documents to the source, or remove it"
             )
     if not math.fsum(weights):
         raise DataError(
-            f"the weights of all sources are 0 at step {step}; give at least one a weight above 0"
+            f"{key}: the weights of all sources are 0 at step {step}; give at least one a weight above 0"
         )
     return weights
 
