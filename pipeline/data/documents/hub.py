@@ -54,7 +54,7 @@ def load_split(
 
     folder = Path(name).expanduser()
     if is_path(name) and not folder.exists():
-        raise DataError(f"data dataset {name}: there is no such folder")
+        raise DataError(f"dataset {name}: there is no such folder")
     saved = _find_saved_split(folder, split)
     try:
         if saved is not None:
@@ -73,10 +73,9 @@ def load_split(
     except Exception as error:  # `datasets` raises plain Exception as well
         reason = summarize_error(error, 300)
         if folder.is_dir():
-            raise DataError(f"data dataset {name}: cannot be loaded: {reason}") from error
+            raise DataError(f"dataset {name}: cannot be loaded: {reason}") from error
         raise DataError(
-            f"data dataset {name}: cannot be loaded from the hub: {reason}, and there is no folder of that "
-            "name"
+            f"dataset {name}: cannot be loaded from the hub: {reason}, and there is no folder of that name"
         ) from error
 
 
@@ -90,7 +89,7 @@ def _find_saved_split(folder: Path, split: str) -> Path | None:
         entries, _ = _read_list(folder / SPLITS_FILE, "splits")
         splits = [str(name) for name in entries]
         if split not in splits:
-            raise DataError(f"data dataset {folder}: has no split {split!r}; its splits: {', '.join(splits)}")
+            raise DataError(f"dataset {folder}: has no split {split!r}; its splits: {', '.join(splits)}")
         folder = _resolve_inside(folder, split, SPLITS_FILE)
     elif not (folder / STATE_FILE).is_file():
         return None
@@ -100,11 +99,11 @@ def _find_saved_split(folder: Path, split: str) -> Path | None:
         saved_split = str(state.get("_split") or "train").partition("[")[0]
         if saved_split != split:
             raise DataError(
-                f"data dataset {folder}: has only the split {saved_split!r}; write split: {saved_split}"
+                f"dataset {folder}: has only the split {saved_split!r}; write split: {saved_split}"
             )
     files, _ = _read_list(folder / STATE_FILE, "_data_files")
     if not files:
-        raise DataError(f"data dataset {folder}: has no rows")
+        raise DataError(f"dataset {folder}: has no rows")
     for entry in files:
         name = entry.get("filename") if isinstance(entry, dict) else entry
         if not _resolve_inside(folder, str(name), STATE_FILE).is_file():
@@ -265,7 +264,7 @@ def split_dataset(source: SourceConfig, digests: DigestCache, size: int) -> Sequ
 def _split_rows(name: str, dataset: Dataset, digests: DigestCache, size: int) -> list[RowsPiece]:
     """Divide a memory-mapped data set into ranges of rows of about `size` bytes."""
     if dataset.num_rows == 0:
-        raise DataError(f"data dataset {name}: has no rows")
+        raise DataError(f"dataset {name}: has no rows")
     files = [file["filename"] for file in dataset.cache_files]
     content = _hash_files(files, digests) or [dataset._fingerprint]  # a data set in memory has no files
     rows_per_piece = max(1, size * dataset.num_rows // max(1, dataset.data.nbytes))
@@ -328,6 +327,4 @@ def _read_commit(name: str, revision: str | None) -> str:
     try:
         return str(HfApi().dataset_info(name, revision=revision).sha)
     except Exception as error:  # the network, a proxy or a certificate can raise anything
-        raise DataError(
-            f"data dataset {name}: the hub does not answer: {summarize_error(error, 300)}"
-        ) from None
+        raise DataError(f"dataset {name}: the hub does not answer: {summarize_error(error, 300)}") from None

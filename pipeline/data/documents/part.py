@@ -72,7 +72,7 @@ class IterablePiece:
             DataError: There is no such function, it does not take `args`, or `args` are not JSON values.
         """
         function = import_object(import_path, DataError)
-        start = f"data iterable {import_path}: "
+        start = f"iterable {import_path}: "
         try:
             inspect.signature(function).bind(**args)
         except TypeError as mismatch:
@@ -102,11 +102,11 @@ class IterablePiece:
                 text nor a dict. Other exceptions of the function keep their type.
         """
         function = import_object(self.import_path, DataError)
-        with exit_as_error(f"data iterable {self.import_path}", DataError):
+        with exit_as_error(f"iterable {self.import_path}", DataError):
             items = function(**json.loads(self.args))
         if isinstance(items, str | dict) or not isinstance(items, Iterable):
             raise DataError(
-                f"data iterable {self.import_path}: returned a {get_json_type_name(items)}; expected an "
+                f"iterable {self.import_path}: returned a {get_json_type_name(items)}; expected an "
                 "iterable of texts or dicts"
             )
         for number, record in enumerate(items, start=1):
