@@ -82,7 +82,7 @@ class PeftFolder:
 
     path: Path
     config: dict[str, Any]
-    """Content of adapter_config.json."""
+    """Content of adapter_config.json. It has a rank `r` and a `lora_alpha`; see _check_rank_and_alpha."""
     tensors: dict[str, Tensor]
     """Tensors by peft's names, on the CPU."""
 
@@ -95,7 +95,8 @@ class PeftFolder:
             job: The ranks.
 
         Raises:
-            ModelError: The folder cannot be read, or its adapter has a feature that is not supported here.
+            ModelError: The folder cannot be read, its config lacks rank or alpha, or its adapter has a
+                feature that is not supported here.
         """
         return job.run_on_main_rank(lambda: _read_folder(Path(os.path.expanduser(given))))
 
@@ -113,8 +114,8 @@ class PeftFolder:
             kind = "dora"
         from_folder = {
             "kind": kind,
-            "rank": folder_config.get("r"),
-            "alpha": float(folder_config.get("lora_alpha") or 0),
+            "rank": folder_config["r"],
+            "alpha": float(folder_config["lora_alpha"]),
         }
         for key, folder_value in from_folder.items():
             recipe_value = getattr(config, key)
@@ -199,7 +200,8 @@ def _read_folder(path: Path) -> PeftFolder:
     """Return the content of an adapter's folder. Nothing in it is executed.
 
     Raises:
-        ModelError: The folder cannot be read, or its adapter has a feature that is not supported here.
+        ModelError: The folder cannot be read, its config lacks rank or alpha, or its adapter has a feature
+            that is not supported here.
     """
     start = f"adapter.weights: {path}"
     if not path.is_dir():
@@ -228,6 +230,7 @@ def _read_folder(path: Path) -> PeftFolder:
                 f"{start}: {CONFIG_FILE} has {key} {value!r}, which is not supported; give an adapter that "
                 f"was trained with {neutral!r}"
             )
+    _check_rank_and_alpha(config, start)
     file = SafetensorsFiles({path / WEIGHTS_FILE: None}, "adapter.weights")
     try:
         tensors = {name: file.read(name) for name in file.entries}
@@ -240,6 +243,28 @@ def _read_folder(path: Path) -> PeftFolder:
                 "give an adapter from before the loss diverged"
             )
     return PeftFolder(path, config, tensors)
+
+
+def _check_rank_and_alpha(config: dict[str, Any], start: str) -> None:
+    """Refuse a folder whose config does not say rank and alpha, since only the training that wrote it knows.
+
+    Args:
+        config: The content of adapter_config.json.
+        start: The start of the message.
+
+    Raises:
+        ModelError: `r` is no whole number above 0, or `lora_alpha` is no number above 0.
+    """
+    keys = (("r", int, "the rank, a whole number"), ("lora_alpha", (int, float), "a number"))
+    for key, types, expected in keys:
+        value = config.get(key)
+        is_number = isinstance(value, types) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            given = f"has {key} {value!r}" if key in config else f"has no {key}"
+            raise ModelError(
+                f"{start}: {CONFIG_FILE} {given}, expected {expected} above 0; save or fetch the adapter "
+                "again, or write the value that it was trained with"
+            )
 
 
 def is_base(parameter: Tensor) -> bool:
@@ -360,10 +385,10 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def measure_reduced_base(model: nn.Module) -> tuple[int, int]:
-    """Return the number of values, and their bytes, in weights of the base with a smaller dtype.
+    """Return the number of values, and their bytes, in weights of the base that are stored in less than fp32.
 
-    These are the weights in another dtype than the trained parameters: in 4 bits, or in the dtype in which
-    autocast multiplies. Both numbers are 0 without such weights.
+    These weights have another dtype than the trained parameters: 4 bits, or the dtype in which autocast
+    multiplies. Both numbers are 0 without such weights.
     """
     trained_dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     weights = [p for p in model.parameters() if is_base(p) and p.dtype not in trained_dtypes]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 import torch
 from parity.measure import ALONE
@@ -11,9 +14,10 @@ from support.tiny import make_engine, recipe, resolve, token_bundle
 
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.engine.optim import parameter_groups
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.models.adapters import (
     ADAPTER_NAME,
+    PeftFolder,
     build_peft_config,
     find_adapter_layers,
     measure_reduced_base,
@@ -123,6 +127,32 @@ def test_what_the_given_adapter_trained_whole_is_trained_on_in_fp32(tmp_path):
     assert weight.requires_grad
     assert torch.equal(weight, values)
     assert module.get_parameter("model.layers.1.self_attn.q_proj.weight").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"r": ...}, r"has no r, expected the rank, a whole number above 0; save or fetch the adapter again"),
+        ({"r": "4"}, r"has r '4', expected the rank"),
+        ({"r": True}, r"has r True, expected the rank"),
+        ({"lora_alpha": ...}, r"has no lora_alpha, expected a number above 0"),
+        ({"lora_alpha": None}, r"has lora_alpha None"),
+        ({"lora_alpha": math.nan}, r"has lora_alpha nan"),
+        ({"lora_alpha": 0}, r"has lora_alpha 0"),
+    ],
+)
+def test_an_adapter_config_without_rank_or_alpha_is_refused(tmp_path, changes, match):
+    build_peft_config(AdapterConfig(rank=4, alpha=8.0)).save_pretrained(tmp_path)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    file = tmp_path / "adapter_config.json"
+    given = json.loads(file.read_text())
+    folder = PeftFolder.read_on_main(str(tmp_path), ALONE)
+    completed = folder.complete_config(AdapterConfig(weights=str(tmp_path)))
+    assert (completed.rank, completed.alpha) == (4, 8.0)
+    changed = {key: value for key, value in (given | changes).items() if value is not ...}
+    file.write_text(json.dumps(changed))
+    with pytest.raises(ModelError, match=rf"^adapter\.weights: {tmp_path}: adapter_config\.json {match}"):
+        PeftFolder.read_on_main(str(tmp_path), ALONE)
 
 
 def test_only_what_is_named_is_trained_and_the_rest_is_in_no_checkpoint():
