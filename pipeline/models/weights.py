@@ -150,9 +150,8 @@ class SafetensorsFiles:
         try:
             values: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise build_weights_error(
-                path, f"cannot be read: {name}: {_get_first_sentence(error)}", self._key
-            ) from None
+            problem = f"cannot be read: {name}: {_get_first_sentence(error)}; save or fetch it again"
+            raise build_weights_error(path, problem, self._key) from None
         return values
 
     def close(self) -> None:
@@ -255,7 +254,7 @@ def _find_state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tup
 
 
 def _get_first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error that says something about the file."""
+    """Return the first sentence of a library's error that is about the file, not about the library."""
     return summarize_error(error, 10_000).split("WeightsUnpickler error: ")[-1].split(". ")[0][:200]
 
 
@@ -294,12 +293,15 @@ def open_hub(name: str) -> WeightFile:
         folder = Path(snapshot_download(name, allow_patterns=["*.safetensors"], local_files_only=True))
     except Exception as error:  # the hub's client raises a dozen kinds
         raise ModelError(
-            f"{name} is not in the hub's cache on this machine: {_get_first_sentence(error)}"
+            f"{name} is not in the hub's cache on this machine ({_get_first_sentence(error)}); "
+            f"download it: hf download {name}"
         ) from None
     _refuse_quantized(folder)
     files = sorted(folder.glob("*.safetensors"))  # links into the cache's folder of blobs
     if not files:
-        raise ModelError(f"{name} has no safetensors in the hub's cache on this machine; download them")
+        raise ModelError(
+            f"{name} has no safetensors in the hub's cache on this machine; download them: hf download {name}"
+        )
     return SafetensorsFiles(dict.fromkeys(files))
 
 
@@ -421,9 +423,15 @@ def _open_files(files: dict[Path, list[str] | None]) -> WeightFile:
         return SafetensorsFiles(files)
     if suffixes <= set(PICKLE_SUFFIXES):
         return PickledFiles(files)
-    raise build_weights_error(
-        next(iter(files)), f"cannot be read; expected .safetensors, {', '.join(PICKLE_SUFFIXES)}"
-    )
+    if len(suffixes) > 1:
+        problem = (
+            f"is listed with files of other formats ({', '.join(sorted(suffixes))}); save all as safetensors"
+        )
+    else:
+        problem = (
+            f"is of no known format; give a file that ends in .safetensors, {', '.join(PICKLE_SUFFIXES)}"
+        )
+    raise build_weights_error(next(iter(files)), problem)
 
 
 @dataclass
@@ -638,10 +646,10 @@ def _differ(source: WeightFile, keys: list[str]) -> bool:
 def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[str, str]:
     """Return the key in the files for each name in the model that has one.
 
-    Keys may have names of wrappers such as `module.` in them. First, a wrapper with which all keys begin is
-    removed from all of them, if more keys are names in the model without it. Then a key that is a name in the
-    model matches that name. Any other key matches the longest name in the model that remains of it without
-    some of its wrappers, unless another key has matched that name.
+    Keys may have names of wrappers such as `module.` in them. First, if all keys begin with the same wrapper,
+    it is removed from all of them, provided that more keys are then names in the model. Then a key that is a
+    name in the model matches that name. From any other key, some or all wrappers are removed to get a name in
+    the model that no other key has matched; of several such names, the longest is chosen.
 
     Args:
         keys: The names in the files.
