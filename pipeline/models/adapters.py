@@ -257,7 +257,7 @@ def _check_rank_and_alpha(config: dict[str, Any], start: str) -> None:
     """
     keys = (("r", int, "the rank, a whole number"), ("lora_alpha", (int, float), "a number"))
     for key, types, expected in keys:
-        value = config.get(key)
+        value: Any = config.get(key)
         is_number = isinstance(value, types) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
             given = f"has {key} {value!r}" if key in config else f"has no {key}"
