@@ -1,9 +1,10 @@
 """The choice of a model's attention function, and the test that it keeps packed documents apart.
 
-Both are tested on a trial model, not looked up: a model of the same class with two layers and a small
-vocabulary. It must give the same logits under DocumentAttention as under transformers' own attention, for
-whole rows and for a row's second document. Otherwise transformers' attention is used, and one line of the log
-says why.
+DocumentAttention is chosen by a test, not from a list of architectures. The test runs a trial model: a model
+of the same class with two layers and a small vocabulary. It must give the same logits under DocumentAttention
+as under transformers' own attention, for whole rows and for a row's second document. Otherwise transformers'
+attention is used, and one line of the log says why. A second test with a trial model refuses models that mix
+the documents of a row; see refuse_document_leaks.
 
 transformers is imported only in the functions that need it; see transformers_facts.
 """
@@ -63,6 +64,8 @@ The output is (B, T, heads, width). The weights are `None` if the function does 
 
 def resolve_attention_name(attention: str, config: PreTrainedConfig) -> str | None:
     """Return transformers' name for the recipe's `model.attention`; `None`: transformers chooses.
+
+    With `auto`, a model that caps its scores gets `eager`.
 
     Raises:
         ModelError: The recipe asks for sdpa, which ignores the cap on scores of this model.

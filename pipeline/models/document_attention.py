@@ -55,8 +55,8 @@ CUDNN_FIRST = [
 ]
 # Arguments that a model may pass to its attention, but that are not supported here.
 UNSUPPORTED_ARGUMENTS = ("position_bias",)
-# Arguments that change scores; `s_aux` are sinks. They are unsupported for batches with a mask, since these
-# are computed by transformers' sdpa, which ignores such arguments.
+# Arguments that change scores; `s_aux` are sinks. They are unsupported for batches with a mask, since
+# transformers' sdpa, which computes such batches, ignores them.
 SCORE_ARGUMENTS = ("softcap", "s_aux")
 
 _cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -134,7 +134,7 @@ def _autocast(qkv: QueryKeyValue) -> QueryKeyValue:
 def _find_first_keys(
     bounds: Tensor | None, rows: int, length: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """Return the index in its row of the first token that each token attends to, (B or 1, T)."""
+    """Return for each token the first token that it attends to, as an index in the row, (B or 1, T)."""
     tokens = torch.arange(length, device=device)
     first_keys = torch.zeros_like(tokens)[None]
     if bounds is not None:
@@ -153,10 +153,10 @@ class _QueryBlock:
     query_end: int
     """End of the queries and, since attention is causal, of the keys; exclusive."""
     key_start: int
-
     """First key that any query of the block attends to."""
 
-    def cut(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def cut(self, query: Tensor, key: Tensor, value: Tensor) -> QueryKeyValue:
+        """Return the block's queries, and the keys and values of the tokens that they may attend to."""
         keys = slice(self.key_start, self.query_end)
         return query[:, :, self.query_start : self.query_end], key[:, :, keys], value[:, :, keys]
 
@@ -279,9 +279,10 @@ def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
 
 
 def fits_cpu_kernel(qkv: QueryKeyValue, longest: int, scores: ScoreOptions) -> bool:
-    """Return whether torch's kernel for CPUs needs little memory for documents of up to `longest` tokens.
+    """Return whether torch's attention on a CPU can be used for documents of up to `longest` tokens.
 
-    It does if it is fused, so that no T x T scores are made, or if a document is not longer than a block.
+    It supports no capped scores, sinks, or windows shorter than a document. It needs little memory if it is
+    fused, so that no T x T scores are made, or if no document is longer than a block.
     """
     query, _, value = qkv
     if scores.has_cap_or_sinks or longest > (scores.window or longest):
@@ -357,10 +358,10 @@ def build_whole_row_bounds(rows: int, length: int, device: torch.device) -> Tens
 class WholeRowBoundsChooser:
     """Chooses between empty and explicit bounds for rows that are one document each.
 
-    With empty bounds cuDNN may compute. It builds a plan for each new (rows, length), which takes about a
-    second for forward and backward. Therefore only the first shape of training and the first of evaluation
-    get empty bounds. Rows of other shapes get explicit bounds, with which a variable-length kernel computes
-    without a plan.
+    With empty bounds, attention may be computed by cuDNN. cuDNN builds a plan for each new (rows, length),
+    which takes about a second for forward and backward. Therefore only the first shape of training and the
+    first of evaluation get empty bounds. Rows of other shapes get explicit bounds: a variable-length kernel
+    computes their attention, and needs no plan.
     """
 
     def __init__(self) -> None:
@@ -623,7 +624,7 @@ def build_bounds_arguments(
         name: The name of the attention function (`attn_implementation`).
         bounds: The bounds of documents; `None`: unknown.
         whole_rows: Chooses the bounds of rows that are one document each; `None`: the batch has positions,
-            which tell its documents.
+            from which its documents are found.
         like: A tensor (B, T, ...) on the device of the rows.
     """
     if name == ATTENTION_NAME and bounds is None and whole_rows is not None:
@@ -654,7 +655,7 @@ class BoundsHook:
 
     def __init__(self, fallback: str) -> None:
         self._fallback = fallback
-        self._is_switched = False  # until the end of this forward
+        self._is_switched = False  # whether `after` must switch back at the end of this forward
         self._whole_rows = WholeRowBoundsChooser()
 
     def before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
