@@ -201,8 +201,9 @@ class _TensorLoader:
         )
         if self._tied[parameter] not in (None, checksum):
             raise ModelError(
-                f"model.pretrained: the model ties {name} of input and output, but its files have two "
-                'different tensors for it; write "tie_word_embeddings": false into its config.json'
+                f"model.pretrained: the model ties the {name} of its input and output layers, but its "
+                'files have two different tensors for it; write "tie_word_embeddings": false into its '
+                "config.json"
             )
         self._tied[parameter] = checksum
 
