@@ -24,12 +24,12 @@ LAZY_LAYER_ADVICE = "give the layer its sizes (nn.Linear in place of nn.LazyLine
 def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
     """Return the module that the function named by `model.kind` builds from `model.args`.
 
-    Parameters that are fp16, bf16 or fp64 are cast to fp32, but for those that ZeRO 3 has sharded.
+    Parameters that are fp16, bf16 or fp64 are cast to fp32, except those that ZeRO 3 has sharded.
 
     Raises:
-        ModelError: There is no such function, its arguments do not fit, it raises an error, or it returns
-            something else than a module. The same for a module that divides the work itself, that has
-            parameters without values, or that has expert layers of DeepSpeed.
+        ModelError: There is no such function, its arguments do not fit, it raises an error, or it does not
+            return a module. Or the module divides the work itself (as DataParallel does), has parameters
+            without values, or has expert layers of DeepSpeed.
     """
     build = import_object(config.kind, ModelError)
     if isinstance(build, nn.Module):

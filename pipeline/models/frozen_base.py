@@ -98,7 +98,10 @@ class FrozenBasePlacement(DevicePlacement):
         self.loads_by_tensor = True
         self._adapter = adapter
         self._frozen_weights: dict[nn.Parameter, bool] = {}
-        """Weights of frozen linear layers, each with whether it is (inputs, outputs). `divide` fills it."""
+        """Weights of frozen linear layers, each with whether it is stored as (inputs, outputs).
+
+        `divide` fills it.
+        """
 
     def divide(self, model: nn.Module) -> None:
         """Note the weights of the frozen linear layers. Nothing is freed."""
@@ -124,10 +127,10 @@ class FrozenBasePlacement(DevicePlacement):
 class HalfBasePlacement(FrozenBasePlacement):
     """Stores the weights of frozen linear layers in autocast's dtype, in half the memory of fp32.
 
-    Autocast would round these weights for each matrix product, so products are the same to the last bit. It
-    caches no rounded copy of a weight without gradient. Only DoRA's magnitudes, which are norms of the
-    weights themselves, differ, by 2e-5. Other parameters stay fp32; autocast does not round embeddings and
-    norms.
+    Autocast would round fp32 weights to this dtype for each matrix product, since it caches no rounded copy
+    of a weight without gradient. So products are the same to the last bit. Only DoRA's magnitudes, which are
+    norms of the weights themselves, differ, by 2e-5. Other parameters stay fp32, since autocast does not
+    round embeddings and norms.
 
     Args:
         others: The placement of all other parameters.

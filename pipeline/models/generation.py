@@ -83,7 +83,7 @@ def generate(
     is_forward_collective: bool = False,
     unify_scores: Callable[[Tensor], Tensor] | None = None,
 ) -> list[list[int]]:
-    """Return generated ids as TextGenerator.generate does, for a module that returns the logits of all words.
+    """Return generated ids as TextGenerator.generate does, for a module with logits of the whole vocabulary.
 
     Args:
         module: The model.

@@ -163,6 +163,7 @@ class LayeredModel:
     first_block: int
     """Index in `layers` of the first block."""
     num_blocks: int
+    """Number of blocks."""
     is_tied: bool
     """Whether the last layer, the head, shares the weight of the first, the token embedding."""
     num_parameters: int
@@ -338,7 +339,7 @@ def _build_cut_error(kind: str, why: str) -> ModelError:
 
 
 def _unpack(inputs: LayerValue) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the ids or hidden states, the position ids and the bounds; `None` for those it does not have."""
+    """Return the ids or hidden states, the position ids and the bounds; `None` for what `inputs` lacks."""
     if isinstance(inputs, Tensor):
         return inputs, None, None
     hidden, positions, *further = inputs

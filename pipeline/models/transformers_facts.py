@@ -115,9 +115,9 @@ def check_folder(folder: Path, given: str) -> None:
         given: The recipe's `model.pretrained`, for messages.
 
     Raises:
-        ModelError: A file is not safe to read, such as a pipe, or one outside of the folder that the index
-            names. Or the folder has no config.json, no weights but a run's description, no safetensors, an
-            index that cannot be read, or two sets of weights.
+        ModelError: A file is not safe to read, such as a pipe, or a file outside of the folder that the index
+            names. Or the folder has no config.json, has no weights because it only describes a run's model,
+            or has pickles only, an index that cannot be read, or two sets of weights.
     """
     start = f"model.pretrained: {given!r}:"
     if problem := next(find_unsafe_files(folder), None):
