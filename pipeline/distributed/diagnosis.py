@@ -42,7 +42,7 @@ class RankReport:
 
     process: RankProcess
     doing: str
-    """Kind of activity; see progress.Activity."""
+    """Kind of activity; see progress.Progress.start_activity."""
     step: int
     """Number of optimizer steps completed."""
     place: str

@@ -141,7 +141,7 @@ class Progress:
     def limit(self, limits: DistributedConfig) -> float:
         """Return the number of seconds that the current activity may take.
 
-        The first activity of its kind may compile, so its limit is that of a collective.
+        The first activity of its kind may compile, so it may take as long as a collective.
 
         Args:
             limits: Section `distributed` of the recipe: `timeout_seconds` is the limit of a collective, and

@@ -47,7 +47,7 @@ from pipeline.distributed.ranks import write_exit_code
 from pipeline.distributed.signals import STDERR, reports_own_exit
 
 HANG_EXIT_CODE = 124
-"""Exit code of every rank of a job that hung or lost a rank, the same as that of the command `timeout`."""
+"""Exit code of every rank of a job that hung or lost a rank. The command `timeout` has the same code."""
 FAILURE_KEY = "pipeline/failure"
 """Key of the job's failure in the store."""
 NO_FAILURE = "-"
@@ -60,11 +60,11 @@ SILENCE_SECONDS = 15.0
 SHORT_SILENCE_SECONDS = 3.0
 """Seconds that replace SILENCE_SECONDS after a collective has failed."""
 REPORT_SECONDS = 6.0
-"""Seconds that the ranks have to report their positions. A busy machine needs some of them."""
+"""Seconds that the ranks have to report their positions. On a busy machine this takes a few seconds."""
 SHUTDOWN_SECONDS = 20.0
 """Seconds after which a rank exits even if its shutdown has not finished."""
 MAX_SHUTDOWN_SECONDS = 30.0
-"""Seconds that the watchdog needs at most, after a failure, to end its process."""
+"""Seconds after a failure within which the watchdog has ended its process."""
 # Matches messages of gloo, NCCL and torch's store after another rank has failed, or after a timeout.
 _PEER_FAILURE = re.compile(
     r"gloo/|NCCL|Connection (closed|reset|refused)|Broken pipe|Timed out|[Tt]imed? ?out after|DistStore|recv"
@@ -116,8 +116,8 @@ def thread_position(frames: Sequence[FrameSummary], in_flight: Sequence[InFlight
     for frame in reversed(library_frames):  # outermost first: all_gather_object, not the all_gather in it
         if any(part in frame.filename for part in _COLLECTIVE_FILES) and frame.name not in _WRAPPERS:
             return ThreadPosition(frame.name, place)
-    # Native code that waits, such as autograd's, shows its collective only in the flight recorder. But a line
-    # of the user's may also compute while a collective is in flight. It counts as waiting only if it
+    # Native code that waits, such as autograd's, shows its collective only in the flight recorder. But the
+    # user's code may also compute while a collective is in flight. Its line counts as waiting only if it
     # synchronizes with the device.
     line = "" if user_frame is None else user_frame.line or ""
     may_wait = bool(library_frames) or any(call in line for call in _SYNCHRONIZING_CALLS)
@@ -498,7 +498,8 @@ class Shutdown:
             RuntimeError: The store is gone.
         """
         if failure.kind == "raised":
-            # The failed rank prints its error. This rank only logs the errors that follow from it.
+            # The failed rank prints its error. The pause below lets the training thread of this rank log the
+            # errors that follow from it.
             failed = self._rank_processes[failure.rank]
             self._print_own_exit(failure, f"{failed} failed; see its error message")
             self._store.count_rank("left")
@@ -719,7 +720,7 @@ class Watchdog:
             thread.start()
 
     def set_run_dir(self, run_dir: Path, notify: Callable[[int, str], None] | None = None) -> None:
-        """Set the run's directory, in whose folder `hang/` the stacks are written.
+        """Set the run's directory. The stacks are written to its folder `hang/`.
 
         Args:
             run_dir: The run's directory.
@@ -730,7 +731,9 @@ class Watchdog:
         self._shutdown.notify = notify or self._shutdown.notify
 
     def notify(self, sentence: str) -> None:
-        """Call the `notify` of `set_run_dir`. Call this on the rank that raised the error that ends the job.
+        """Pass the error that ends the job to the `notify` function of `set_run_dir`.
+
+        Call it on the rank that raised the error.
 
         Args:
             sentence: The error, in one sentence.
@@ -742,7 +745,7 @@ class Watchdog:
         self._shutdown.advise = advise
 
     def set_last_work(self, work: Callable[[], object]) -> None:
-        """Set the function that rank 0, or the rank that prints the diagnosis, calls before it ends.
+        """Set the function that rank 0 and the rank that prints the diagnosis call before they end.
 
         It must not raise, and may take a few seconds.
         """
