@@ -1,4 +1,4 @@
-"""Facts about this machine: processes, limits of memory and open files, and GPUs with their drivers.
+"""Reads facts about this machine: processes, limits of memory and open files, and GPUs with their drivers.
 
 No other module reads cgroups (version 1 or 2). Limits of this process's cgroup and of its parents count,
 since Slurm and Kubernetes set limits on a job and not on the machine's root. Imports no torch.
@@ -348,7 +348,7 @@ def driver_version(root: Path = ROOT) -> str | None:
     return None
 
 
-def is_reachable(vendor: str, root: Path = ROOT) -> bool:
+def is_gpu_visible(vendor: str, root: Path = ROOT) -> bool:
     """Return whether a GPU of this vendor and its driver are visible in this machine or container.
 
     Args:
@@ -421,8 +421,8 @@ def find_gpu_fault(build: TorchBuild, root: Path = ROOT, newest_cuda: str | None
         The fault; `None` if torch can use every GPU, or if there is none and torch is built without CUDA.
     """
     driver = driver_version(root)
-    has_nvidia = is_reachable(NVIDIA, root)
-    has_amd = is_reachable(AMD, root)
+    has_nvidia = is_gpu_visible(NVIDIA, root)
+    has_amd = is_gpu_visible(AMD, root)
     if has_nvidia:
         if build.cuda is None:
             return _describe_wrong_build(build, "CUDA")
@@ -486,7 +486,7 @@ def explain_idle_gpu(build: TorchBuild, environment: Mapping[str, str], root: Pa
     hides_gpus = any(environment.get(name) == "" for name in variables)
     if hides_gpus or environment.get("DS_ACCELERATOR") == "cpu":
         return None
-    if not any(is_reachable(vendor, root) for vendor in (NVIDIA, AMD)):
+    if not any(is_gpu_visible(vendor, root) for vendor in (NVIDIA, AMD)):
         return None
     fault = find_gpu_fault(build, root)
     if fault is not None:

@@ -31,7 +31,7 @@ from pipeline.distributed.machine import (
     count_gpus,
     driver_version,
     find_gpu_fault,
-    is_reachable,
+    is_gpu_visible,
 )
 from pipeline.distributed.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER
 from pipeline.files import GIB, format_bytes
@@ -280,7 +280,7 @@ def check_driver(question: MachineQuestion, root: Path = ROOT) -> CheckResult:
     newest_cuda = re.search(r"CUDA Version\s*:\s*([\d.]+)", output)
     version = driver_version(root)
     faults = []
-    if code and version is not None and is_reachable(NVIDIA, root):
+    if code and version is not None and is_gpu_visible(NVIDIA, root):
         fix = f"restart {HOST}, or unload the old kernel module (modprobe -r nvidia)"
         problem = (output.strip().splitlines() or [f"exit code {code}"])[-1].strip()
         faults.append(Fault("fail", f"nvidia-smi fails: {problem[:150]}", fix))
@@ -300,7 +300,7 @@ def check_driver(question: MachineQuestion, root: Path = ROOT) -> CheckResult:
         faults.append(Fault("warning", f"the kernel log has GPU errors, the last one {xids[-1]}", fix))
     if version is not None:
         ok_text = f"NVIDIA {version}"
-    elif is_reachable(AMD, root):
+    elif is_gpu_visible(AMD, root):
         ok_text = "AMD"
     else:
         ok_text = "NVIDIA" if code == 0 else "no GPU, no driver"
@@ -415,7 +415,7 @@ def check_native_ops(question: MachineQuestion) -> CheckResult:
             "nvcc",
             has_nvcc,
             [QUANTIZER.label],
-            "printenv CUDA_HOME; set it to CUDA of torch's version",
+            "printenv CUDA_HOME; set it to the folder of a CUDA toolkit of torch's CUDA version",
         ),
     ]
     faults = []
