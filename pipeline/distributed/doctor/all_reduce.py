@@ -1,4 +1,4 @@
-"""The doctor's all-reduce: the process of one rank, and the rows that follow from all measurements.
+"""Runs one rank of the doctor's all-reduce, and makes rows of the table from the measurements of all ranks.
 
 The probe of each machine starts `python -m pipeline.distributed.doctor.all_reduce` once for each rank.
 """
@@ -211,7 +211,7 @@ def check_all_reduce(
     Args:
         rank_hosts: Host of each rank.
         results: Measurements of all ranks; not used if there is a problem.
-        problem: Reason why measurements are missing; empty if there are all.
+        problem: Reason why measurements are missing; empty if none is missing.
         has_gpus: Whether the ranks compute on GPUs.
     """
     variable = "NCCL_DEBUG=INFO" if has_gpus else "TORCH_CPP_LOG_LEVEL=INFO"

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline.distributed.doctor.all_reduce import RankMeasurements, check_all_reduce, plan_ring_transfers
 from pipeline.distributed.doctor.machine_checks import (
@@ -63,7 +63,7 @@ FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_EXTENSIONS_DIR")
 CLOCK_LIMITS = (2.0, 0.5)
 """Seconds by which a clock may differ before the check fails, and before it warns."""
 START_CHECKS = {"ssh", "python", "folder"}
-"""Checks of which one fails if no probe can be started on a host."""
+"""Checks that find out whether a probe can be started on a host. If none can be, one of them fails."""
 BLOCKING_CHECKS = START_CHECKS | {
     *("project", "versions", "devices", "driver", "network", "hosts", "names", "ports", "interface")
 }
@@ -208,7 +208,7 @@ class _Examination:
             ok_texts = {}
             for host, answer in self.answers.items():
                 if check not in answer["findings"]:
-                    continue  # the host could read its network, which check_names and others judge
+                    continue  # the host has read its network; check_names and others compare the networks
                 result = CheckResult(**answer["findings"][check])
                 faults += [(host, Fault(**fault)) for fault in result.faults]  # type: ignore[arg-type]
                 ok_texts[host] = result.ok_text
@@ -397,7 +397,6 @@ def examine_step(environment: Mapping[str, str], settings: ExaminationSettings) 
     if environment["SLURM_PROCID"] != "0":
         greeting = {"key": key, "number": int(environment["SLURM_NODEID"]), "name": name, "slots": slots}
         _answer_task_0(parse_first_host(environment["SLURM_STEP_NODELIST"]), port, greeting)
-        return None
     settings = replace(settings, is_remote=num_nodes > 1)
     return asyncio.run(
         _examine_tasks(settings, name=name, slots=slots, num_nodes=num_nodes, port=port, key=key)
@@ -450,7 +449,7 @@ async def _examine_tasks(
     return rows
 
 
-def _answer_task_0(first: str, port: int, greeting: Mapping[str, Any]) -> None:
+def _answer_task_0(first: str, port: int, greeting: Mapping[str, Any]) -> NoReturn:
     """Connect to task 0, send the greeting, and answer the doctor's questions; does not return.
 
     Args:

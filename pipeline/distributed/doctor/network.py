@@ -206,8 +206,8 @@ def connect_to(
 def choose_address(host: str, networks: Networks) -> str | None:
     """Return the address at which other hosts should reach a host; `None` if it has no usable address.
 
-    This is the address to which most hosts resolve the host's name. If no other host resolves the name to an
-    address of the host, it is the address that ssh connected to, or else the host's first address.
+    This is the address to which most other hosts resolve the host's name. If none resolves the name to an
+    address of the host, it is the address that ssh connected to. Without ssh, it is the host's first address.
     """
     own_addresses = networks[host].addresses
     preferred = [
@@ -337,17 +337,17 @@ def check_interfaces(networks: Networks, links: Links) -> list[CheckRow]:
     Another interface is a warning if all hosts reach its address, and a failure otherwise.
     """
     faults = []
-    right_interfaces = set()
+    expected_interfaces = set()
     master = next(iter(links), "")
     for host, attempts in links.items():
         sources = [link.source for link in attempts if link.name == master and link.problem is None]
         own_address = choose_address(host, networks) if host == master else next(iter(sources), None)
-        right = networks[host].find_interface(own_address)
-        if right is None:
+        expected = networks[host].find_interface(own_address)
+        if expected is None:
             continue  # the host does not reach the master, which check_ports reports
-        right_interfaces.add(right)
+        expected_interfaces.add(expected)
         for variable, (name, address) in choose_interfaces(networks[host]).items():
-            if name == right:
+            if name == expected:
                 continue
             successes = [
                 link.problem is None
@@ -356,7 +356,7 @@ def check_interfaces(networks: Networks, links: Links) -> list[CheckRow]:
                 if (link.name, link.address) == (host, address)
             ]
             is_reachable = bool(successes) and all(successes)
-            fix = f"export {variable}={right}"
+            fix = f"export {variable}={expected}"
             value = networks[host].environment.get(variable)
             library = "gloo" if variable.startswith("GLOO") else "NCCL"
             if value and address is None:
@@ -372,11 +372,11 @@ def check_interfaces(networks: Networks, links: Links) -> list[CheckRow]:
                 fault = Fault("fail", description, fix)
             else:
                 description = (
-                    f"{library} would use {name} ({address}); the first host is reached through {right}"
+                    f"{library} would use {name} ({address}); the first host is reached through {expected}"
                 )
                 fault = Fault("warning" if is_reachable else "fail", description, fix)
             faults.append((host, fault))
-    return group_faults("interface", faults, ", ".join(sorted(right_interfaces)) or "unknown")
+    return group_faults("interface", faults, ", ".join(sorted(expected_interfaces)) or "unknown")
 
 
 def check_sharing(visible_hosts: Mapping[str, Sequence[str]], folder: str) -> list[CheckRow]:

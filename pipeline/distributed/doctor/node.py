@@ -1,4 +1,4 @@
-"""Both ends of the conversation with a node that the doctor examines.
+"""Implements both ends of the conversation between the doctor and a node that it examines.
 
 The doctor sends questions with `ask`, and the process on the node answers them with `serve`, one after
 another. Each message is a line of JSON (see pipeline.distributed.launch.ssh).

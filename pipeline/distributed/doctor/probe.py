@@ -1,7 +1,7 @@
-"""Probe: the process that the doctor starts on every host, and that answers the doctor's questions there.
+"""Answers the doctor's questions on a host. The doctor starts this process, the probe, on every host.
 
 It runs as `python -m pipeline.distributed.doctor.probe`. The probe changes nothing on the machine except for
-a marker file, which it removes at its end. It runs no command that comes with a question.
+a small file in each of the run's folders, which it removes. It runs no command that comes with a question.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of the doctor's table, and printing them.
+"""Defines the rows of the doctor's table, and prints them.
 
 A check that passes has one row. A check that fails has one row for each distinct fault.
 """
