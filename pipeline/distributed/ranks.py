@@ -259,8 +259,8 @@ def find_master_address(ranks: Ranks, environment: Mapping[str, str]) -> tuple[s
 def _find_open_mpi_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Return the address of rank 0 and the id of the job; `None` for each that Open MPI does not give.
 
-    The address is that of mpirun's machine. Rank 0 runs there if the hostfile begins with that machine. Only
-    rank 0 can check this: then the daemon that started it is mpirun itself. If it is not, the address is
+    The result is the address of mpirun's machine. Rank 0 runs there if the hostfile begins with that machine.
+    Only rank 0 can check this: then the daemon that started it is mpirun itself. If it is not, the address is
     `None` on rank 0.
     """
     job = environment.get("OMPI_MCA_ess_base_jobid")

@@ -25,7 +25,7 @@ SENT_PREFIXES = (
     *("NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "NVIDIA_", "UCX_", "FI_"),
     *("OMP_", "MKL_", "KMP_", "GOMP_", "DS_", "DEEPSPEED_", "PIPELINE_WEBHOOK"),
 )
-# The values of the first two are right for one machine only, and that of DS_ENV_FILE for one launch only.
+# The first two are right for one machine only, and DS_ENV_FILE is right for one launch only.
 NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "DS_ENV_FILE"}
 # Python and the dynamic loader read variables with this prefix, or of these names, before a rank can read the
 # file with the environment. So the launcher must send them on its command line.

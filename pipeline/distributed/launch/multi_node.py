@@ -1,7 +1,7 @@
 """Implements launch/multi_node.sh: `python -m pipeline.distributed.launch.multi_node HOSTFILE ...`.
 
-It reads the hostfile, runs the doctor, sends the environment and arguments to the nodes, runs the deepspeed
-launcher, and returns the exit code of the run.
+It reads the hostfile and runs the doctor. Then it sends the environment and the arguments to the nodes, runs
+the deepspeed launcher, and returns the exit code of the run.
 
 torchrun's agents over ssh would be no substitute for the deepspeed launcher: they end with 1 in place of 124
 or 143, and they can outlive their launcher.
@@ -76,7 +76,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class MultiNodeLaunch:
-    """Checked plan of a run over several machines; no text in it has a meaning to a shell."""
+    """Checked plan of a run over several machines.
+
+    Names of nodes, `folder` and `arguments` have only characters that a shell does not interpret.
+    """
 
     options: argparse.Namespace
     """Options of the command line."""

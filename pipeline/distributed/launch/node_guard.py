@@ -5,9 +5,9 @@ signals and reports how each rank ended. It ends the remaining processes of the 
 asks for it, or when the script is gone: the script was killed, or the connection to it broke. The guard
 touches only processes that were started with this run's PIPELINE_ENVIRONMENT.
 
-DeepSpeed's own launcher (0.19) ends with 0 after its launch.py was killed, ends processes of other jobs with
-`pkill -f`, and puts every exported value on a command line, which all users of the machine can read. The
-guard receives the environment through ssh's standard input.
+DeepSpeed's own launcher (0.19) has three faults. It ends with 0 after its launch.py was killed. It ends
+processes of other jobs with `pkill -f`. And it puts every exported value on a command line, which all users
+of the machine can read; the guard receives the environment through ssh's standard input.
 """
 
 from __future__ import annotations

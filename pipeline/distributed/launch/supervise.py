@@ -58,8 +58,8 @@ def choose_exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) 
 
     The first rule that applies gives the code:
 
-    1. All ranks reported the same code other than 0: that code. Among STOP_CODES, 143 beside one other code
-       does not count.
+    1. All ranks reported the same code other than 0: that code. If the ranks reported 143 and one other of
+       the STOP_CODES, only the other one counts.
     2. All ranks reported 0: 0, or the launcher's code if it is positive.
     3. Any rank reported a hang, a lack of memory, a failed device or bad input: the first of these.
     4. The launcher's code is not 0: that code (128 + the number of a signal that killed the launcher).
