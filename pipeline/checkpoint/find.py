@@ -27,7 +27,10 @@ def find_run_directory(path: Path) -> Path:
             raise CheckpointError(
                 f"{path} is inside a run directory; give the run directory: {parent.parent}"
             )
-    raise CheckpointError(f"{path} is no run directory: it has no folder checkpoints/")
+    raise CheckpointError(
+        f"{path} is no run directory: it has no folder checkpoints/; give a run directory, such as "
+        "runs/NAME-TIME"
+    )
 
 
 def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Path, Path, Manifest]:

@@ -38,7 +38,7 @@ FORMAT = 2  # version of the format of manifest and table
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_TABLE_BYTES = 1 << 33  # enough for 250 million shards
 Count = Annotated[int, Field(ge=0)]
-Checksum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Checksum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # xxh3_128 in hexadecimal digits
 Column = npt.NDArray[Any]
 COLUMNS = {"start": "<i8", "length": "<i8", "checksum": "<u8", "tensor": "<i4", "box": "<i4"}
 """Dtype of each column of the table: `start` and `length` as in Region, in values; `checksum` as in Shard;
@@ -276,7 +276,7 @@ class ShardTable:
                 raise ValueError(f"{kind} of {name}: {count} values of {size} are in the files")
 
     def _decode_group(self, number: int) -> tuple[int, Box]:
-        """Return the index of the tensor and the box that a number of `_groups` stands for.
+        """Return the tensor's index and the box of a group, from the group's number in `_groups`.
 
         Raises:
             ValueError: The box lies outside of the tensor.
@@ -355,13 +355,13 @@ class BestBy:
     metric: str
     """Name of the metric without `eval/`."""
     value: float
-    is_lowest: bool
+    best_is_lowest: bool
     """Whether the lowest value is the best."""
 
     @property
     def sort_key(self) -> float:
         """Key to order checkpoints by this metric; the lowest is the best."""
-        return self.value if self.is_lowest else -self.value
+        return self.value if self.best_is_lowest else -self.value
 
 
 class Manifest(StrictRecord):
@@ -378,7 +378,9 @@ class Manifest(StrictRecord):
     scalars: dict[str, bool | int | float]
     """Scalar state of the engine, equal on all ranks."""
     files: tuple[FileRecord, ...]
+    """Records of the files with shards, in the order of the table's rows."""
     shard_table: TableRecord
+    """Record of the file with the table of all shards; see `table`."""
 
     _folder: Path = PrivateAttr()
     _table: ShardTable | None = PrivateAttr(None)
@@ -439,7 +441,7 @@ class Manifest(StrictRecord):
             try:
                 self._table = self._check_table(ShardTable.decode(raw))
             except ValueError as error:
-                raise CheckpointError(f"{path}: {error}"[:500]) from None
+                raise CheckpointError(f"{path}: {str(error)[:400]}; resume from another checkpoint") from None
         return self._table
 
     @cached_property
@@ -481,7 +483,7 @@ class Manifest(StrictRecord):
         value = record.get("value")
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
-        return BestBy(str(record.get("metric")), float(value), is_lowest=record.get("mode") == "min")
+        return BestBy(str(record.get("metric")), float(value), best_is_lowest=record.get("mode") == "min")
 
     @property
     def num_bytes(self) -> int:
@@ -555,6 +557,7 @@ def decode_manifest(raw: bytes | bytearray, path: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "manifest"
-        raise CheckpointError(f"{path}: {key}: {first['msg']}"[:500]) from None
+        problem = f"{key}: {first['msg']}"[:400]
+        raise CheckpointError(f"{path}: {problem}; resume from another checkpoint") from None
     manifest._folder = path.parent
     return manifest
