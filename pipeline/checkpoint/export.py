@@ -50,12 +50,12 @@ from pipeline.models.transformers_facts import choose_auto_class
 from pipeline.models.weights import TensorEntry
 from pipeline.redaction import redact_text
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES_BY_OPTION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MODEL_FILE = "model.safetensors"
 MAX_FILE_BYTES = 5_000_000_000  # limit at which transformers splits its own files
-# Not exported with an adapter, because transformers would take the folder for that of a whole model.
+# Not exported with an adapter, because transformers would take the folder for a whole model.
 WHOLE_MODEL_FILES = ("config.json", "generation_config.json")
-DESCRIPTION = "model"  # folder of a run directory with config.json and the tokenizer
+MODEL_FOLDER = "model"  # folder of a run directory with config.json and the tokenizer
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def export(
         ModelError: The base of an adapter cannot be opened, or the adapter cannot be merged into it.
     """
     directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
-    if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in DTYPES_BY_OPTION:
+        raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES_BY_OPTION)}")
     if merge and adapters.STATE_KEY not in manifest.state:
         raise CheckpointError(f"{run} has no adapter: its checkpoints contain the whole model; remove merge")
     out = Path(os.path.abspath(out))
@@ -128,7 +128,7 @@ def export(
         source = MergedWeights(manifest, open_checkpoint) if merge else _open_saved_weights(manifest)
         with closing(source):
             dtype = dtype or _choose_dtype(source.dtype)
-            config = _copy_description(directory / DESCRIPTION, partial, dtype)
+            config = _copy_description(directory / MODEL_FOLDER, partial, dtype)
             (partial / "README.md").write_text(format_model_card(directory, manifest, dtype), "utf-8")
             if is_adapter:
                 adapters.refuse_changed_base_if_found(manifest, open_checkpoint)
@@ -139,7 +139,7 @@ def export(
             files = write_weights(
                 source,
                 partial,
-                dtype=DTYPES[dtype],
+                dtype=DTYPES_BY_OPTION[dtype],
                 file_name=ADAPTER_FILE if is_adapter else MODEL_FILE,
                 # Only transformers reads a model from several files.
                 max_file_bytes=sys.maxsize if auto_class is None else max_file_bytes,
@@ -177,15 +177,15 @@ def _refuse_damaged_weights(manifest: Manifest, advance: Callable[[int], object]
 
 
 def _open_saved_weights(manifest: Manifest) -> CheckpointWeights:
-    """Open the weights as they were saved, those of an adapter under the names of peft."""
+    """Open the weights as they were saved. An adapter's weights get their names in peft."""
     if adapters.STATE_KEY in manifest.state:
         return CheckpointWeights(manifest, adapters.map_peft_names(manifest))
     return CheckpointWeights(manifest)
 
 
 def _choose_dtype(saved: torch.dtype) -> str:
-    """Return the key of DTYPES for a dtype; `fp32` if there is none."""
-    for key, dtype in DTYPES.items():
+    """Return the key of DTYPES_BY_OPTION for a dtype; `fp32` if there is none."""
+    for key, dtype in DTYPES_BY_OPTION.items():
         if dtype == saved:
             return key
     return "fp32"
@@ -296,7 +296,7 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] 
             shutil.copyfile(file, folder / file.name)
     try:
         config: dict[str, Any] = json.loads(read_regular_file(folder / "config.json", MAX_DESCRIPTION_BYTES))
-        config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+        config["dtype"] = str(DTYPES_BY_OPTION[dtype]).removeprefix("torch.")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{source / 'config.json'} is not valid JSON ({error}); restore it from a copy"

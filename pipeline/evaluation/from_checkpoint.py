@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipeline.checkpoint.export import DESCRIPTION
+from pipeline.checkpoint.export import MODEL_FOLDER
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.batch_plan import BatchPlan, plan_batch
@@ -180,7 +180,7 @@ def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], impo
         raise CheckpointError(
             f"{run / 'split.json'} cannot be read ({error}); restore the file from a copy"
         ) from None
-    return TrainedRun(run, checkpoint, _use_tokenizer_of_run(config, run / DESCRIPTION), split)
+    return TrainedRun(run, checkpoint, _use_tokenizer_of_run(config, run / MODEL_FOLDER), split)
 
 
 def _section_of(key: str) -> str:
@@ -257,7 +257,7 @@ def load_tokenizer(trained: TrainedRun) -> PreTrainedTokenizerFast:
             f"{trained.run}: a model of kind {trained.config.model.kind} writes no text; that is for "
             "language models (model.kind: causal_lm)"
         )
-    return load_pretrained(str(trained.run / DESCRIPTION))
+    return load_pretrained(str(trained.run / MODEL_FOLDER))
 
 
 def generate(
@@ -300,7 +300,7 @@ def _load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> Infe
     if language is not None:
         from pipeline.models.huggingface import build_from_description
 
-        model = build_from_description(trained.run / DESCRIPTION, language)
+        model = build_from_description(trained.run / MODEL_FOLDER, language)
     else:
         assert data is not None
         model = build_model(config.model, build_model_request(config, data, NoSharding()), config.seed)
