@@ -29,8 +29,8 @@ from pipeline.checkpoint.shards import Region
 from pipeline.errors import CheckpointError
 from pipeline.files import format_bytes
 
-PARTIAL = ".partial"
-REPLACED = f".replaced{PARTIAL}"
+PARTIAL = ".partial"  # suffix of a folder that is no checkpoint: it is being written or removed
+REPLACED = f".replaced{PARTIAL}"  # suffix of a checkpoint while a new save of its step takes its place
 LOGGED_BYTES = 2_000_000_000  # from this size on, the start of a verification is logged: it takes seconds
 COMPARED_VALUES = 1 << 22  # number of values that are compared at a time: 32 MiB in fp64
 LINK_PROBLEM = "a symbolic link, and links are not followed: they may lead out of the run directory"
@@ -159,7 +159,7 @@ def mark_suspect(path: Path) -> None:
     path.rename(path.with_name(f"suspect-{path.name}"))
 
 
-def discard_later(folder: Path, step: int, discard: Callable[[Path], None]) -> None:
+def discard_after(folder: Path, step: int, discard: Callable[[Path], None]) -> None:
     """Call `discard` with the path of each checkpoint of a later step. Links are excluded.
 
     Only call this while no save is running.
@@ -448,7 +448,7 @@ class TensorChange:
 def diff_checkpoints(
     first: Manifest, second: Manifest, advance: Callable[[int], object]
 ) -> Iterator[TensorChange]:
-    """Yield every tensor that differs, in the first checkpoint's order. Needs some MB for any model size.
+    """Yield every tensor that differs. The memory for this is some MB for any model size.
 
     Args:
         first: Manifest of the first checkpoint.

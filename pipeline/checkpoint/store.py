@@ -32,7 +32,7 @@ from pipeline.checkpoint.catalog import (
     Pruner,
     Retention,
     SavedCheckpoints,
-    discard_later,
+    discard_after,
     find_newest_verified,
     folder_name,
     mark_suspect,
@@ -81,7 +81,7 @@ class Snapshot:
 
     Tensors on a GPU are copied on a separate stream, while the next forward and backward run. Only an
     optimizer's step changes the saved values, so the device waits for the copy just before that step. The
-    host waits only in the thread that writes the files. On a CPU, training stands still for the copy.
+    host waits only in the thread that writes the files. On a CPU, training pauses for the copy.
 
     Args:
         layout: Shards to copy.
@@ -127,7 +127,7 @@ class Snapshot:
 
     @contextmanager
     def _use_copy_stream(self, source: Tensor, kind: str) -> Iterator[Tensor]:
-        """Yield the values to copy, and run the context on the copy stream if they are on a GPU.
+        """Yield the values to copy, and run the `with` block on the copy stream if they are on a GPU.
 
         The copy stream waits for work on the values that is still pending.
         """
@@ -235,9 +235,9 @@ class ReusableState:
     snapshot: Snapshot | None = None
     """Snapshot with its memory; `None` before the first one, and if the memory is too short for it."""
     frozen: WrittenFile | None = None
-    """File of the frozen parameters in the last checkpoint, to which the next one makes a hard link.
+    """File of the frozen parameters in the last checkpoint; `None` if there is none.
 
-    So retention, verification, export and a copy treat it as any other file. `None` if there is none."""
+    The next checkpoint gets a hard link to it, so that each checkpoint is complete without the others."""
     has_warned: bool = False
     """Whether a warning about short memory was logged."""
 
@@ -280,7 +280,7 @@ class CheckpointSave:
 
     @tag_errors(Phase.SAVING)
     def run(self, engine: EngineState, wait: bool) -> bool:
-        """Do the part of the save for which training stands still. Collective.
+        """Do the part of the save for which training pauses. Collective.
 
         This is a copy to host memory. If `wait` is set, or a rank lacks the memory for its copy, it is the
         complete save.
@@ -341,7 +341,7 @@ class CheckpointSave:
         disk = layout.num_bytes + ROW_BYTES * len(layout.shards)
         if self._reusable.frozen is not None:
             disk -= self._reusable.frozen.record.bytes  # linked; if that fails, a write to a full disk raises
-        disk_free = disk  # stays so on ranks that are no leaders, whose value is not used
+        disk_free = disk  # a leader replaces it; the values of other ranks are not used
         if self._peers.is_leader:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -549,9 +549,12 @@ class CheckpointSave:
         return find_first_problem(problems)
 
     def _abort_on(self, problem: str | None) -> None:
-        """Abort the save and delete the partial checkpoint if there is a problem, which all ranks pass.
+        """Abort the save and delete the partial checkpoint if there is a problem.
 
         A checkpoint that was to be replaced gets its name back.
+
+        Args:
+            problem: First problem of any rank, the same on all ranks; `None` if there is none.
 
         Raises:
             NotSavedError: There is a problem.
@@ -566,7 +569,11 @@ class CheckpointSave:
                 if self._replaced.exists():
                     self._replaced.rename(self._final)
             except OSError as error:
-                log.warning("%s cannot be removed: %s", self._partial, error)
+                log.warning(
+                    "the failed save of %s is not cleaned up: %s; a resume skips what is incomplete",
+                    self._final,
+                    error,
+                )
         raise NotSavedError(problem)
 
 
@@ -578,7 +585,7 @@ class SaveOutcome:
     problem: str | None
     """One line with the reason of a failure; `None` if the checkpoint is saved or still being written."""
     stall_seconds: float
-    """Seconds for which training stood still."""
+    """Seconds for which training paused."""
     write_seconds: float | None
     """Seconds from the first byte to the rename; `None` if the checkpoint is still being written."""
 
@@ -663,9 +670,9 @@ class CheckpointStore:
     def save(self, engine: EngineState, state: dict[str, Any], wait: bool = False) -> SaveOutcome:
         """Save, then remove checkpoints that the retention rule does not keep. Collective.
 
-        Training stands still for a copy to host memory, and a background thread does the rest. A copy from a
-        GPU is only started, and the next step waits for it. If memory is short or `wait` is set, training
-        stands still until everything is on the disk. A second save waits for the first.
+        Training pauses for a copy to host memory, and a background thread does the rest. A copy from a GPU is
+        only started, and the next step waits for it. If memory is short or `wait` is set, training pauses
+        until everything is on the disk. A second save waits for the first.
 
         A step that is saved already is saved again only if it had no evaluation loss and `state` has one.
 
@@ -785,12 +792,12 @@ class CheckpointStore:
         return replace(outcome, problem=line)
 
     def choose(self) -> Manifest | None:
-        """Verify the newest checkpoint on all machines and return its manifest. Collective.
+        """Return the manifest of the newest checkpoint that is intact on all machines. Collective.
 
-        A damaged or incomplete checkpoint is skipped, and logged with the reason.
+        Every byte of it is verified. Damaged and incomplete checkpoints are skipped and logged with a reason.
 
         Returns:
-            `None` if there is no checkpoint.
+            The manifest; `None` if there is no checkpoint.
 
         Raises:
             CheckpointError: There are checkpoints, but all are damaged or incomplete.
@@ -852,7 +859,7 @@ class CheckpointStore:
 
     def _discard_after(self, step: int, discard: Callable[[Path], None], failure: str) -> None:
         """Call `discard` with each checkpoint of a later step, and log problems after the text `failure`."""
-        problems = self._peers.attempt(lambda: discard_later(self.folder, step, discard))
+        problems = self._peers.attempt(lambda: discard_after(self.folder, step, discard))
         for problem in problems:
             if problem is not None:
                 log.warning("%s: %s", failure, problem)
