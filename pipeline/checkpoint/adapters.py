@@ -105,19 +105,25 @@ def describe_adapter(
     """
     if config.adapter is None:
         return {}
-    own = next((_read_layer_settings(layer) for _, layer in find_adapter_layers(model)), None)
+    own_settings = next((_read_layer_settings(layer) for _, layer in find_adapter_layers(model)), None)
     # A pipeline stage may have no adapted layer.
-    computed = next(each for each in job.gather_object(own) if each is not None)
+    settings = next(each for each in job.gather_object(own_settings) if each is not None)
     known = {} if checkpoint is None else checkpoint.state.get(STATE_KEY, {})
     base = job.run_on_main_rank(lambda: _describe_base(config, open_checkpoint, known))
-    return {STATE_KEY: computed | base | _describe_quantization(config.adapter, model)}
+    return {STATE_KEY: settings | base | _describe_quantization(config.adapter, model)}
 
 
-def drop_file_stamps(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `about` without the stamps of the base's files, which change when a file is touched."""
+def drop_file_stamps(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an adapter's description without the stamps of the base's files.
+
+    The stamps change when a file is touched.
+
+    Args:
+        description: Result of `describe_adapter`.
+    """
     return {
-        key: {name: value for name, value in said.items() if name != BASE_FILES}
-        for key, said in about.items()
+        key: {name: value for name, value in values.items() if name != BASE_FILES}
+        for key, values in description.items()
     }
 
 
@@ -165,7 +171,11 @@ def format_base(base: Mapping[str, Any]) -> str:
 
 
 def refuse_changed_base(manifest: Manifest, file: WeightFile) -> None:
-    """Refuse weights other than those on top of which an adapter was trained.
+    """Refuse weights that differ from those that an adapter's base had in training.
+
+    Args:
+        manifest: Manifest of the adapter's checkpoint.
+        file: Weights of the base as they are now.
 
     Raises:
         CheckpointError: The digests differ.
@@ -184,7 +194,7 @@ def refuse_changed_base_if_found(manifest: Manifest, open_checkpoint: OpenCheckp
     A base drawn from a seed is not checked.
 
     Raises:
-        CheckpointError: The base has other weights than those on top of which the adapter was trained.
+        CheckpointError: The weights of the base have changed since the adapter was trained.
     """
     base = manifest.state[STATE_KEY][BASE]
     if not (base["weights"] or base["pretrained"]):
@@ -217,7 +227,11 @@ def _describe_base(
 
 
 def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> WeightFile:
-    """Open the weights on top of which an adapter was trained.
+    """Open the weights of an adapter's base.
+
+    Args:
+        base: Description of the base by `describe_adapter`, under the key BASE.
+        open_checkpoint: Opens the base if it is a checkpoint of another run.
 
     Raises:
         ModelError: The weights are not at their path, or were never in a file.
@@ -331,7 +345,7 @@ class MergedWeights:
 
         Raises:
             ModelError: The base cannot be opened, or lacks a layer.
-            CheckpointError: The base has other weights than those on top of which the adapter was trained.
+            CheckpointError: The weights of the base have changed since the adapter was trained.
         """
         self._about = manifest.state[STATE_KEY]
         base = self._about[BASE]

@@ -23,7 +23,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.files import format_bytes
 
 T = TypeVar("T")
-MARKER_PREFIX = ".meeting-"  # of the name of a file by which a rank shows that it writes here
+MARKER_PREFIX = ".meeting-"  # prefix of the files by which ranks find out who shares a file system
 GROUP_TIMEOUT = timedelta(hours=2)  # long, because some ranks may write slowly
 MEMORY_SHARE = 0.9  # largest share of the free memory that snapshots may take; other processes need some
 

@@ -323,7 +323,7 @@ class CheckpointReader:
 
 
 def _group_runs(runs: Integers) -> list[Integers]:
-    """Group runs so that each group is read at once.
+    """Group runs so that each group takes one read.
 
     All runs form one group if they cover at least a fourth of the range from the first to the last value.
     Else each run is a group.

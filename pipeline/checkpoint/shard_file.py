@@ -37,6 +37,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""Name of a dtype in safetensors -> the dtype in torch. Shards may have these dtypes."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 8  # the header's length is a multiple of this number of bytes
 BLOCK_BYTES = 1 << 24  # bytes that are written or hashed at a time
@@ -101,7 +102,7 @@ def _make_entry(dtype: str, length: int, begin: int, num_bytes: int) -> dict[str
 
 
 class LayoutChangedError(Exception):
-    """Raised if the values of a shard are not as long as in the layout of the file."""
+    """Raised if shards differ from the layout of the file, for example in number, name or length."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ Box = tuple[tuple[int, int], ...]
 Integers = npt.NDArray[np.int64]
 Scalars = dict[str, float | int | bool]
 
+# Kinds of shards; see Shard.kind.
 WEIGHT = "weight"
 BUFFER = "buffer"
 GRADIENT = "gradient"  # never in a checkpoint
