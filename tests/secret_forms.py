@@ -51,7 +51,8 @@ HARMLESS_VARIABLES = {
 
 def _forms() -> list[tuple[str, str]]:
     """(text around it with {} in its place, secret)."""
-    word, long = _made(10), _made(40)
+    word = _made(10)
+    long = _made(40)
     return [
         # As providers write them, anywhere in a sentence.
         ("downloading with {} failed", "hf" + "_" + _made(34)),

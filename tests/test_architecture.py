@@ -149,7 +149,8 @@ def test_what_the_face_offers_is_imported_when_it_is_asked_for():
 
 def test_a_room_imports_only_rooms_before_it():
     for module in MODULES.keys() - {"pipeline", "pipeline.__main__"}:  # that imports every command
-        room, path = room_of(module), MODULES[module]
+        room = room_of(module)
+        path = MODULES[module]
         for line, imported in imports(path):
             if not imported.startswith("pipeline."):
                 continue

@@ -55,7 +55,8 @@ def test_the_head_of_gpu_sh_says_how_to_carry_the_wheels_along():
 @pytest.mark.skipif(find_python("3.12") is None, reason="needs Python 3.12")
 def test_a_call_of_the_gpu_machine_can_be_rehearsed_with_its_versions(tmp_path):
     """An environment of 6 GB is installed: both parts of the call, runs, and what a GPU computes."""
-    tree, binaries = tmp_path / "tree", tmp_path / "venv" / "bin"
+    tree = tmp_path / "tree"
+    binaries = tmp_path / "venv" / "bin"
     variables = os.environ | {
         "PATH": f"{binaries}:{os.environ['PATH']}",
         "PYTHONPATH": f"{tree}:{tree / '.site'}",

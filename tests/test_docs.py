@@ -302,7 +302,8 @@ def test_the_table_of_memory_is_what_its_sentence_says():
     table = HOW_TO.read_text().split("<!-- memory -->")[1].split("<!-- end of memory -->")[0]
     for line in table.strip().splitlines()[2:]:
         size, gpus, *told = (cell.strip() for cell in line.strip("|").split("|"))
-        billions, ranks = float(size.split()[0]), int(gpus)
+        billions = float(size.split()[0])
+        ranks = int(gpus)
         for each, number in zip((16, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks), told, strict=True):
             assert float(number) == pytest.approx(each * billions, abs=0.051), line
 

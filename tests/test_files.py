@@ -108,7 +108,8 @@ def test_a_file_has_its_old_content_or_the_new_one(tmp_path):
 
 
 def test_a_folder_has_its_name_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
-    partial, final = tmp_path / "partial", tmp_path / "final"
+    partial = tmp_path / "partial"
+    final = tmp_path / "final"
     partial.mkdir()
     (partial / "file").write_text("content")
     fsync = os.fsync

@@ -276,7 +276,8 @@ def failing_recipe(folder: Path, name: str) -> Path:
 def test_no_secret_leaves_a_run_by_any_way(tmp_path: Path, ranks: int):
     """W&B's server, a command, a webhook, a tracker of the user's, the console and every file get none."""
     folder = tmp_path / "made"
-    recipe, webhook = failing_recipe(folder, "run"), Webhook()
+    recipe = failing_recipe(folder, "run")
+    webhook = Webhook()
     extra = VARIABLES | HARMLESS_VARIABLES
     extra |= {"FAILS": str(ranks - 1), "TEXT": str(folder / "message.txt"), "PLACE_OF_MINE": webhook.url}
     extra |= {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -409,7 +410,8 @@ def test_an_exception_that_nothing_catches_is_printed_without(tmp_path: Path):
 
 
 def test_the_report_of_an_earlier_version_s_run_has_none(tmp_path: Path):
-    run, secret = tmp_path / "run", "gl" + "pat-" + "abc7" * 6
+    run = tmp_path / "run"
+    secret = "gl" + "pat-" + "abc7" * 6
     (run / "logs").mkdir(parents=True)
     row = {"step": 1, "train/loss": 1.0}
     events = [{"step": 1, "event": name, "message": secret, "level": "error"} for name in ("x", "run_failed")]

@@ -76,7 +76,8 @@ def test_a_program_ends_as_in_a_fresh_interpreter(tmp_path, name):
     script, output, errors = (tmp_path / file for file in ("script.py", "output", "errors"))
     script.write_text(PROGRAMS[name])
     (tmp_path / "beside.py").touch()
-    words, variables = [str(script), "a", "b=c"], make_environment(ONE="two")
+    words = [str(script), "a", "b=c"]
+    variables = make_environment(ONE="two")
     fresh = subprocess.run(
         [sys.executable, *words], env=variables, cwd=tmp_path, capture_output=True, text=True, check=False
     )

@@ -43,7 +43,8 @@ class Server:
 
     def run(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the answers in the order of the requests."""
-        first, self._count = self._count, self._count + len(requests)
+        first = self._count
+        self._count = self._count + len(requests)
         # Beside the reading: a pipe holds 64 KiB, and each side would wait for the other.
         writer = threading.Thread(target=self._write, args=(requests, first), daemon=True)
         writer.start()

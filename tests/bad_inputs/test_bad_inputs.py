@@ -57,7 +57,8 @@ def test_there_are_enough_and_each_has_a_name():
 )
 def test_it_is_answered(answers: dict, case: Case):
     answer, words = answers[id(case)]
-    out, err = answer["stdout"], answer["stderr"]
+    out = answer["stdout"]
+    err = answer["stderr"]
     assert "Traceback" not in out + err, err
     starts = [found.start() for found in re.finditer(r"^([\w. -]+: )?error: ", err, re.MULTILINE)]
     assert len(starts) == 1, f"not one error: {answer}"

@@ -139,7 +139,8 @@ def test_an_adapter_of_peft_begins_as_ours_does(tmp_path, monkeypatch):
     job = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
     resolved = settings.resolve(1, describe_device(job.device))
     engine = build_engine(settings.config, resolved, job, script.data)
-    theirs, probe = script.model(), script.probe()
+    theirs = script.model()
+    probe = script.probe()
     trained = {name: p for name, p in theirs.get_base_model().named_parameters() if p.requires_grad}
     own = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 7 * 2  # all linear layers of two blocks

@@ -23,7 +23,8 @@ def test_preparing_and_loading_are_measured_beside_the_peers(tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     results = json.loads(output.read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-    prepared, loaded = results["prepare_megabytes_per_second"], results["loader_tokens_per_second"]
+    prepared = results["prepare_megabytes_per_second"]
+    loaded = results["loader_tokens_per_second"]
     assert len(prepared) == 3
     assert {"ours", "nanoGPT", "datasets + DataLoader"} < set(loaded)
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in [*prepared.values(), *loaded.values()])

@@ -32,8 +32,12 @@ class PlainEngine:
     """
 
     def __init__(self, rank: int, world_size: int, by: str = "values", seed: int = 0):
-        self.rank, self.world_size, self.by = rank, world_size, by
-        self.step, self.fails_at, self.waits = seed, None, []
+        self.rank = rank
+        self.world_size = world_size
+        self.by = by
+        self.step = seed
+        self.fails_at = None
+        self.waits = []
         generator = torch.Generator().manual_seed(seed)
         self.whole = {
             key: torch.randn(shape, generator=generator, dtype=torch.float64).mul(9).to(dtype)
@@ -47,11 +51,14 @@ class PlainEngine:
         cuts = [
             total * (r * r + r) // (self.world_size**2 + self.world_size) for r in range(self.world_size + 1)
         ]
-        begin, end, at = cuts[self.rank], cuts[self.rank + 1], 0
+        begin = cuts[self.rank]
+        end = cuts[self.rank + 1]
+        at = 0
         for key, (shape, _) in SHAPES.items():
             size = math.prod(shape)
             if self.by == "values":
-                start, stop = max(begin - at, 0), min(end - at, size)
+                start = max(begin - at, 0)
+                stop = min(end - at, size)
                 if start < stop:
                     yield key, Region(shape, None, start, stop - start)
             elif len(shape) == 2:

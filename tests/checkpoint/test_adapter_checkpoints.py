@@ -183,7 +183,8 @@ def test_a_base_whose_last_byte_changed_is_refused_everywhere(tmp_path, capsys):
     file = own / "model.safetensors"
     name, values = max(load_file(file).items(), key=lambda item: item[1].numel())
     assert values.nbytes > 1 << 20
-    given, run = {"pretrained": str(own)}, tmp_path / "run"
+    given = {"pretrained": str(own)}
+    run = tmp_path / "run"
     adapter = {"rank": 2, "targets": ["model.layers.0.self_attn.q_proj"]}
     trained(settings(tmp_path, "run", given, adapter, own, steps=1))
     pipeline.export(run, tmp_path / "before")

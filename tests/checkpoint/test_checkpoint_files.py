@@ -40,7 +40,8 @@ def shards(draw):
 
 def sum_of(layout, content: bytes) -> str:
     """A file's checksum: of its header, and of what lies before each shard and the shard's own sum."""
-    whole, at = xxhash.xxh3_128(), 0
+    whole = xxhash.xxh3_128()
+    at = 0
     for slot, offset in zip(layout.shards, layout.offsets, strict=True):
         own = xxhash.xxh3_64_digest(content[offset : offset + slot.num_bytes])
         whole.update(content[at:offset] + own)
@@ -53,7 +54,8 @@ def sum_of(layout, content: bytes) -> str:
 @given(shards())
 def test_safetensors_reads_what_was_written(made):
     with tempfile.TemporaryDirectory() as folder:
-        path, layout = Path(folder) / "a.safetensors", FileLayout.of(made)
+        path = Path(folder) / "a.safetensors"
+        layout = FileLayout.of(made)
         written = write_file(path, layout, stream_shards(layout, iter(made)))
         content = path.read_bytes()
         assert written.xxh3_128 == sum_of(layout, content)
@@ -75,7 +77,9 @@ def test_safetensors_reads_what_was_written(made):
 @given(shards())
 def test_a_snapshot_writes_the_same_file(made):
     with tempfile.TemporaryDirectory() as folder:
-        live, later, layout = Path(folder) / "a", Path(folder) / "b", FileLayout.of(made)
+        live = Path(folder) / "a"
+        later = Path(folder) / "b"
+        layout = FileLayout.of(made)
         first = write_file(live, layout, stream_shards(layout, iter(made)))
         snapshot = Snapshot(layout, torch.device("cpu"))
         for _ in range(2):  # the buffers are used again
@@ -101,7 +105,8 @@ def test_a_snapshot_of_several_chunks_and_a_file_of_several_blocks(tmp_path):
 
 
 def test_one_shard_is_in_memory_at_a_time(tmp_path):
-    alive, most = weakref.WeakSet(), []
+    alive = weakref.WeakSet()
+    most = []
 
     def fetched():
         for n in range(20):

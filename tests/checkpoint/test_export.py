@@ -61,7 +61,8 @@ def made_run(job, model, split, folder):
     """A run directory after two steps; (its evaluation loss, this rank's shards). Collective."""
     folder = Path(folder)
     run = Run(job, make_recipe(model), split)
-    run.tree, run.split = make_recipe(model), split
+    run.tree = make_recipe(model)
+    run.split = split
     run.train(0, 2)
     loss = eval_loss(run)
     make_store(folder / "checkpoints", job).save_final(
@@ -97,7 +98,8 @@ def loss_of(folder: Path) -> float:
     """The evaluation loss of the folder's model: a run's, that starts from it."""
     model = {"kind": "causal_lm", "pretrained": str(folder)}
     run = Run(ALONE, make_recipe(model), PLAIN)
-    run.tree, run.split = make_recipe(model), PLAIN
+    run.tree = make_recipe(model)
+    run.split = PLAIN
     return eval_loss(run)
 
 
@@ -378,7 +380,8 @@ def test_from_every_split_the_same_folder(split, ranks, tmp_path):
 
 MEBIBYTE = 1 << 20
 LIMIT = 416 * MEBIBYTE  # of which the imports take 230, and a thread of torch's may take 64 for its heap
-LAYERS, VALUES = 10, 16 * MEBIBYTE
+LAYERS = 10
+VALUES = 16 * MEBIBYTE
 LIMITED = """
 import resource, sys
 from pipeline.__main__ import main

@@ -30,7 +30,8 @@ FP8 = LLAMA | {"fp8": "tensorwise"}
 def test_with_and_without(ranks, saved, model, resumed, other):
     losses, source = train_and_save(ranks, saved, model)
     after = run_on_split(ranks, SPLITS[resumed], train_resumed, make_recipe(other), source, 0)
-    back, kept = assemble_tensors(gather_shards(after)), assemble_tensors(source)
+    back = assemble_tensors(gather_shards(after))
+    kept = assemble_tensors(source)
     assert back.keys() == kept.keys()
     assert all(np.array_equal(back[key], values) for key, values in kept.items())
     assert largest_difference(after[0][0], losses[HALF:]) < 2e-3

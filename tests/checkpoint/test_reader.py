@@ -53,7 +53,8 @@ def test_any_stretch_in_any_dtype(data):
 
 def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.checkpoint.reader.MAX_OPEN_FILES", 2)
-    layout_of, laid_out = Manifest.layout_of, []
+    layout_of = Manifest.layout_of
+    laid_out = []
 
     def noted(manifest, file):
         laid_out.append(file.name)

@@ -26,7 +26,8 @@ class Trial:
     """An engine and its loader, stepping and keeping the losses."""
 
     def __init__(self, job: Job, deepspeed):
-        data, tree = token_bundle(), dropout_recipe()
+        data = token_bundle()
+        tree = dropout_recipe()
         config = settings(tree, deepspeed).config
         self.job = job
         self.engine = make_engine(job, tree, deepspeed, data)

@@ -31,7 +31,9 @@ class Fault:
     """Counts the calls of all threads; at the n-th something happens."""
 
     def __init__(self, at: int | None, error: int | None):
-        self.at, self.error, self.calls = at, error, 0
+        self.at = at
+        self.error = error
+        self.calls = 0
         self._lock = threading.Lock()
 
     def __call__(self, frame, event, function):

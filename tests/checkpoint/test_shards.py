@@ -55,7 +55,8 @@ def test_regions_meet_where_indexing_says(pair):
 @given(pairs())
 def test_copied_runs_are_the_values(pair):
     a, b = pair
-    source, target = values_of(a), torch.full((b.length,), -1)
+    source = values_of(a)
+    target = torch.full((b.length,), -1)
     copy_runs(source, target, overlap(a, b))
     expected = torch.where(torch.isin(values_of(b), source), values_of(b), -1)
     assert torch.equal(target, expected)
@@ -74,19 +75,25 @@ def test_a_huge_tensor_cut_in_boxes_costs_its_rows():
 @given(st.data())
 def test_what_a_cut_holds_is_written_once(data):
     """Two matrices in one, each cut over three ranks, in either dimension: shards are the whole."""
-    dim, widths = data.draw(st.integers(0, 1)), [[3, 2, 2], [1, 1, 2]]
+    dim = data.draw(st.integers(0, 1))
+    widths = [[3, 2, 2], [1, 1, 2]]
     shape = (11, 4) if dim == 0 else (4, 11)
     whole = torch.arange(44, dtype=torch.float32).reshape(shape)
     seen = torch.zeros(44)
     for rank in range(3):
-        picks, boxes, own_start, start = [], [], 0, 0
+        picks = []
+        boxes = []
+        own_start = 0
+        start = 0
         for each in widths:
-            first, width = start + sum(each[:rank]), each[rank]
+            first = start + sum(each[:rank])
+            width = each[rank]
             picks.append(whole.narrow(dim, first, width))
             rest = (0, 4)
             limits = [(own_start, own_start + width), (first, first + width)]
             boxes.append(tuple((at, rest) if dim == 0 else (rest, at) for at in limits))
-            own_start, start = own_start + width, start + sum(each)
+            own_start = own_start + width
+            start = start + sum(each)
         own = torch.cat(picks, dim)
         place = TensorPlacement("w", shape, tuple(own.shape), tuple(boxes))
         cut = data.draw(st.integers(0, own.numel()))

@@ -37,7 +37,8 @@ def test_what_cannot_be_pinned_is_pageable(tmp_path, caplog):
 
 def test_what_was_pinned_stays_where_no_more_can_be(monkeypatch):
     """Torch keeps pinned memory that is let go: other memory for the same bytes would come on top."""
-    taken, empty = [], torch.empty
+    taken = []
+    empty = torch.empty
 
     def limited(size, dtype, pin_memory):
         if pin_memory and taken:
@@ -52,7 +53,8 @@ def test_what_was_pinned_stays_where_no_more_can_be(monkeypatch):
 
 @no_gpu
 def test_saves_take_the_memory_that_was_prepared(tmp_path):
-    store, engine = store_of(tmp_path, GPU), PlainEngine(0, 1, seed=4)
+    store = store_of(tmp_path, GPU)
+    engine = PlainEngine(0, 1, seed=4)
     store.prepare(engine)
     prepared = store._reusable.snapshot
     assert prepared is not None
@@ -71,7 +73,8 @@ def test_saves_take_the_memory_that_was_prepared(tmp_path):
 @no_gpu
 def test_nothing_is_prepared_where_memory_is_short(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.checkpoint.store.available_memory", lambda: 100)
-    store, engine = store_of(tmp_path, GPU), PlainEngine(0, 1)
+    store = store_of(tmp_path, GPU)
+    engine = PlainEngine(0, 1)
     store.prepare(engine)
     assert store._reusable.snapshot is None
     assert store.save(engine, {"global_step": 1}).write_seconds is not None  # streamed, while training stands

@@ -57,7 +57,8 @@ def test_a_save_comes_back(tmp_path, wait):
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path):
-    engine, store = PlainEngine(0, 1, seed=4), make_store(tmp_path)
+    engine = PlainEngine(0, 1, seed=4)
+    store = make_store(tmp_path)
     for seed in range(5, 8):
         outcome = store.save(engine, state_at(seed))
         assert outcome.stall_seconds > 0
@@ -78,7 +79,8 @@ def test_training_goes_on_while_a_save_is_written(tmp_path):
 
 
 def test_one_save_is_under_way_at_a_time(tmp_path):
-    store, most = make_store(tmp_path), []
+    store = make_store(tmp_path)
+    most = []
     for step in range(1, 6):
         store.save(PlainEngine(0, 1), state_at(step))
         most.append(sum(thread.name == "checkpoint" for thread in threading.enumerate()))
@@ -89,7 +91,8 @@ def test_one_save_is_under_way_at_a_time(tmp_path):
 
 
 def test_the_end_of_a_save_is_told_though_it_was_asked_for_meanwhile(tmp_path, monkeypatch):
-    store, found = make_store(tmp_path), []
+    store = make_store(tmp_path)
+    found = []
     prune = store._pruner.prune
 
     def asked(*arguments):  # in the thread that writes, as a step that ends just now
@@ -104,7 +107,8 @@ def test_the_end_of_a_save_is_told_though_it_was_asked_for_meanwhile(tmp_path, m
 
 def test_a_rank_without_shards_has_no_file(tmp_path):
     """Else another machine's empty file would have to be brought along."""
-    store, engine = make_store(tmp_path), PlainEngine(0, 1)
+    store = make_store(tmp_path)
+    engine = PlainEngine(0, 1)
     engine.held = []
     for step, wait in enumerate((True, False), 1):
         store.save(engine, state_at(step), wait)
@@ -163,8 +167,10 @@ def test_an_evaluation_that_is_not_finite_is_never_the_best(tmp_path, bad):
 
 
 def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
-    store, done = make_store(tmp_path), []
-    fsync, rename = os.fsync, os.rename
+    store = make_store(tmp_path)
+    done = []
+    fsync = os.fsync
+    rename = os.rename
 
     def noted_fsync(descriptor):
         done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
@@ -199,7 +205,8 @@ def test_damaged_ones_are_skipped_and_told(tmp_path, caplog):
         store.save(PlainEngine(0, 1, seed=step), state_at(step), wait=True)
     damage(tmp_path / "step-00000004")
     (tmp_path / "step-00000003" / "rank-00000.safetensors").unlink()
-    later, engine = make_store(tmp_path, keep_last=1), PlainEngine(0, 1)
+    later = make_store(tmp_path, keep_last=1)
+    engine = PlainEngine(0, 1)
     assert later.resume(engine)["global_step"] == 2
     assert engine.is_model_of(2)
     lines = [record.getMessage() for record in caplog.records]
@@ -259,7 +266,8 @@ def test_a_step_saved_again_is_never_without_a_checkpoint(tmp_path):
     store = make_store(tmp_path)
     store.save(PlainEngine(0, 1, seed=3), state_at(3), wait=True)
     (tmp_path / "step-00000003").rename(tmp_path / "step-00000003.replaced.partial")
-    later, engine = make_store(tmp_path), PlainEngine(0, 1)
+    later = make_store(tmp_path)
+    engine = PlainEngine(0, 1)
     assert later.resume(engine)["global_step"] == 3
     assert engine.is_model_of(3)
 
@@ -350,7 +358,8 @@ class Outside:
     """A good checkpoint of step 2 that is not the run's, and bytes that make `owned` when unpickled."""
 
     def __init__(self, folder):
-        self.step, self.owned = folder / "outside" / "2", folder / "owned"
+        self.step = folder / "outside" / "2"
+        self.owned = folder / "owned"
         store = make_store(folder / "outside")
         store.save(PlainEngine(0, 1, seed=2), state_at(2), wait=True)
         (folder / "outside" / "step-00000002").rename(self.step)
@@ -361,7 +370,8 @@ class Outside:
 @pytest.mark.parametrize("plant", PLANTED)
 def test_what_is_planted_neither_runs_nor_leads_outside(tmp_path, monkeypatch, plant):
     """The last good checkpoint is taken; nothing is opened or removed outside of the run."""
-    outside, store = Outside(tmp_path), make_store(tmp_path / "run")
+    outside = Outside(tmp_path)
+    store = make_store(tmp_path / "run")
     for step in (1, 2):
         store.save(PlainEngine(0, 1, seed=step), state_at(step), wait=True)
     PLANTED[plant](store.folder / "step-00000002", outside)
@@ -370,7 +380,8 @@ def test_what_is_planted_neither_runs_nor_leads_outside(tmp_path, monkeypatch, p
     opened = []
     for module in (os, io):
         monkeypatch.setattr(module, "open", noting(module.open, opened))
-    engine, later = PlainEngine(0, 1), make_store(store.folder)
+    engine = PlainEngine(0, 1)
+    later = make_store(store.folder)
     assert later.resume(engine)["global_step"] == 1
     assert engine.is_model_of(1)
     assert [path for path in opened if path.startswith(str(tmp_path / "outside"))] == []
@@ -414,7 +425,8 @@ def test_what_killed_saves_left_goes_at_the_next_save(tmp_path):
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_the_run(small_disk, caplog):
-    store, engine = make_store(small_disk / "checkpoints"), PlainEngine(0, 1, seed=3)
+    store = make_store(small_disk / "checkpoints")
+    engine = PlainEngine(0, 1, seed=3)
     store.save(engine, state_at(1), wait=True)
     with (small_disk / "filler").open("wb") as file:
         file.write(bytes(shutil.disk_usage(small_disk).free))
@@ -432,7 +444,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_run(small_disk, caplog):
 def test_a_disk_that_fills_up_while_it_is_written(small_disk, monkeypatch):
     """Another program takes the room between the look and the write."""
     monkeypatch.setattr("pipeline.checkpoint.peers.Peers.find_disk_shortage", lambda *_: None)
-    store, engine = make_store(small_disk / "checkpoints"), PlainEngine(0, 1, seed=3)
+    store = make_store(small_disk / "checkpoints")
+    engine = PlainEngine(0, 1, seed=3)
     store.save(engine, state_at(1), wait=True)
     with (small_disk / "filler").open("wb") as file:
         file.write(bytes(shutil.disk_usage(small_disk).free - 4096))
@@ -457,7 +470,8 @@ def test_short_memory_is_said_once_and_training_waits(tmp_path, monkeypatch, cap
 
 def test_moments_that_appear_later_are_saved(tmp_path):
     """An optimizer has none before its first step that counts."""
-    store, young = make_store(tmp_path), PlainEngine(0, 1)
+    store = make_store(tmp_path)
+    young = PlainEngine(0, 1)
     young.held = [each for each in young.held if each[0][1] != "exp_avg"]
     for step, wait in ((1, True), (2, True), (3, False), (4, False)):
         store.save(young if step % 2 else PlainEngine(0, 1, seed=5), state_at(step), wait)

@@ -38,7 +38,9 @@ def store_of(folder: Path, job: Job = ALONE) -> CheckpointStore:
 
 
 def test_it_is_the_same_file_in_every_checkpoint(tmp_path):
-    store, engine, files = store_of(tmp_path), Frozen(0, 1, seed=4), set()
+    store = store_of(tmp_path)
+    engine = Frozen(0, 1, seed=4)
+    files = set()
     for step, wait in enumerate((False, False, True, True, False), 1):
         engine.held[2][2].add_(1)  # of a layer that is trained
         assert store.save(engine, {"global_step": step}, wait).problem is None
@@ -56,7 +58,8 @@ def test_it_is_the_same_file_in_every_checkpoint(tmp_path):
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("what", ["other values", "no links", "gone"])
 def test_where_it_is_not_the_same_it_is_written(tmp_path, monkeypatch, what, wait):
-    store, engine = store_of(tmp_path), Frozen(0, 1)
+    store = store_of(tmp_path)
+    engine = Frozen(0, 1)
     store.save(engine, {"global_step": 1}, wait)
     store.wait()
     before = (tmp_path / "step-00000001" / FROZEN).stat().st_ino
@@ -79,7 +82,8 @@ def test_where_it_is_not_the_same_it_is_written(tmp_path, monkeypatch, what, wai
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_no_room_is_asked_for_what_is_linked(tmp_path, monkeypatch, wait):
-    store, engine = store_of(tmp_path), Frozen(0, 1)
+    store = store_of(tmp_path)
+    engine = Frozen(0, 1)
     engine.held.insert(
         0, (("embed.weight", "weight"), Region((200_000,), None, 0, 200_000), torch.ones(200_000))
     )
@@ -96,7 +100,8 @@ def test_no_room_is_asked_for_what_is_linked(tmp_path, monkeypatch, wait):
 @pytest.mark.parametrize("wait", [True, False])
 def test_what_is_trained_may_change_beside_it(tmp_path, wait):
     """Other shards than in the save before, seen when it was linked or copied already."""
-    store, engine = store_of(tmp_path), Frozen(0, 1)
+    store = store_of(tmp_path)
+    engine = Frozen(0, 1)
     store.save(engine, {"global_step": 1}, wait)
     engine.held = [each for each in engine.held if each[0] != ("norm.bias", "weight")]
     assert store.save(engine, {"global_step": 2}, wait).problem is None

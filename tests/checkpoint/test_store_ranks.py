@@ -53,7 +53,8 @@ def save_steps(job: Job, folder: str, steps, apart: bool, wait: bool, by: str = 
 
 def resume(job: Job, folder: str, apart: bool, by: str = "values"):
     """(step, whether all values are those of that step), or what was said."""
-    store, engine = open_store(job, folder, apart), tensors(job, by, seed=99)
+    store = open_store(job, folder, apart)
+    engine = tensors(job, by, seed=99)
     try:
         state = store.resume(engine)
     except CheckpointError as error:
@@ -81,7 +82,9 @@ def test_two_ranks_save_and_resume_in_another_division(ranks, tmp_path, wait):
 
 def train_beside(job: Job, folder: str):
     """Saves in the background while the main threads are busy with other collectives, at their own pace."""
-    store, engine, sums = open_store(job, folder), tensors(job), []
+    store = open_store(job, folder)
+    engine = tensors(job)
+    sums = []
     for step in range(30):
         time.sleep(0.002 * job.ranks.rank)
         sums.append(float(job.all_reduce_sum(torch.ones(1000))[0]))
@@ -109,7 +112,8 @@ def files_may_not_grow(at_most: int):
 
 
 def save_with_a_full_disk(job: Job, folder: str, full_rank: int, apart: bool, limit: int):
-    store, problems = open_store(job, folder, apart), []
+    store = open_store(job, folder, apart)
+    problems = []
     store.save(tensors(job, seed=1), {"global_step": 1}, wait=True)
     for step, wait in ((2, True), (3, False)):
         with files_may_not_grow(limit if job.ranks.rank == full_rank else 1 << 40):
@@ -154,7 +158,8 @@ class Gathering(PlainEngine):
 
 
 def save_gathered(job: Job, folder: str):
-    store, problems = open_store(job, folder), []
+    store = open_store(job, folder)
+    problems = []
     engine = Gathering(job.ranks.rank, 2, "columns", seed=1)
     for step, limit in ((1, 1 << 40), (2, 10), (3, 1 << 40)):
         with files_may_not_grow(limit if job.ranks.rank else 1 << 40):
@@ -206,7 +211,8 @@ def test_another_division_without_a_shared_file_system_names_what_to_bring(ranks
 
 def swap_lost(job: Job, folder: str):
     """Rank 0 wants all columns: some were written by rank 1, on another machine."""
-    store, engine = open_store(job, folder, True), tensors(job, "columns")
+    store = open_store(job, folder, True)
+    engine = tensors(job, "columns")
     with pytest.raises(CheckpointError, match=r"wrote it on node[01]; copy it here"):
         store.resume(engine)
 
@@ -268,7 +274,8 @@ def test_ranks_of_a_machine_share_its_disk(ranks, tmp_path):
 
 def different_layouts(job: Job, folder: str):
     """Rank 1's shards change between two saves, rank 0's do not."""
-    store, problems = open_store(job, folder), []
+    store = open_store(job, folder)
+    problems = []
     for step, wait in ((1, True), (2, True), (3, False), (4, False)):
         engine = tensors(job, seed=step)
         if step % 2:

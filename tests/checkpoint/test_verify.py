@@ -33,7 +33,8 @@ def tensors_at(manifest: Manifest, name: str, place: int) -> set[str]:
 def test_every_corruption_is_found_and_named(checkpoint):
     folder, manifest = checkpoint
     corruptions = 60
-    dice, named = random.Random(0), 0
+    dice = random.Random(0)
+    named = 0
     originals = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert set(originals) == {file.name for file in manifest.files} | {MANIFEST, TABLE}
     for number in range(corruptions):

@@ -156,7 +156,8 @@ def test_the_difference_names_tensors_and_amounts(run, look):
 
 
 def test_the_difference_counts_what_is_done(run):
-    one, other = checkpoint_of(run, 20), checkpoint_of(run, 40)
+    one = checkpoint_of(run, 20)
+    other = checkpoint_of(run, 40)
     done = []
     changes = list(diff_checkpoints(read_manifest(one), read_manifest(other), done.append))
     values = sum(math.prod(shape) for shape, _ in SHAPES.values())

@@ -51,7 +51,8 @@ def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):
     comments = [line for line in recipe.splitlines() if line.startswith(tuple(f"# {word}" for word in words))]
     assert [f"# {line}" for line in told] == comments
     words = shlex.split(said.splitlines()[-1].removeprefix("to train: "))
-    launcher, printed = words[:6], words[6:]
+    launcher = words[:6]
+    printed = words[6:]
     assert launcher == ["deepspeed", "--num_gpus", "2", "--module", "pipeline", "train"]
 
     assert main(["import", "sft.yaml"]) == 2

@@ -27,7 +27,8 @@ from pipeline.cli.inspect_view import (
 from pipeline.cli.screen import Screen, format_percent
 from pipeline.data.packing import pack_documents
 
-END, PAD = 1, 2
+END = 1
+PAD = 2
 LENGTHS = st.lists(st.lists(st.integers(1, 40), max_size=12), max_size=4)  # of documents, by part
 
 
@@ -78,7 +79,8 @@ def test_lengths_and_copies_are_exact(first, second):
     ours, theirs = ([length for part in parts for length in part] for parts in (first, second))
     lengths = read_lengths([store(first), store(second)])
     assert lengths.tolist() == ours + theirs
-    hashes, others = read_hashes([store(first)]), read_hashes([store(second)])
+    hashes = read_hashes([store(first)])
+    others = read_hashes([store(second)])
     assert count_copies(hashes) == len(ours) - len(set(ours))
     both = read_hashes([store(first), store(second)])
     assert count_copies(both) == len(ours + theirs) - len({*ours, *theirs})

@@ -38,7 +38,8 @@ def text_run(tmp_path_factory):
 def chat_run(tmp_path_factory):
     """The shipped recipe on a tiny model: taught the colours of five things."""
     folder = tmp_path_factory.mktemp("chat")
-    base, data = write_base_model(folder / "base"), write_conversations(folder / "conversations.jsonl")
+    base = write_base_model(folder / "base")
+    data = write_conversations(folder / "conversations.jsonl")
     changes = [
         *(f"model.pretrained={base}", f"data.paths=[{data}]", f"data.cache_dir={folder / 'cache'}"),
         *(

@@ -52,7 +52,8 @@ class _Noting(dict[str, Any]):
 
     def __init__(self, asked: dict[str, Any], prefix: str = "", **given: Any):
         super().__init__(**given)
-        self.asked, self.prefix = asked, prefix
+        self.asked = asked
+        self.prefix = prefix
 
     def _note(self, key: str, default: Any = None) -> None:
         full = self.prefix + key

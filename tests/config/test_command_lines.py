@@ -129,7 +129,8 @@ def test_a_path_is_absolute_and_quoted(tmp_path, monkeypatch):
 
 def test_the_script_of_this_installation_is_what_is_named(tmp_path, monkeypatch):
     """The command is named if PATH leads to it, else its path is printed; without it `python -m`."""
-    mine, others = tmp_path / "mine", tmp_path / "others"
+    mine = tmp_path / "mine"
+    others = tmp_path / "others"
     for folder, names in ((mine, ("python", "ds-pipeline")), (others, ("python", "ds-pipeline"))):
         folder.mkdir()
         for name in names:

@@ -16,16 +16,22 @@ from pipeline.distributed.process_group import describe_device
 from pipeline.errors import ConfigError
 
 LANGUAGE = {"model.num_heads": 4, "model.num_layers": 4, "model.hidden_size": 64, "data.sequence_length": 64}
-TENSOR, SEQUENCE, STAGES = "ds.tensor_parallel.autotp_size", "ds.sequence_parallel_size", "ds.pipeline.stages"
+TENSOR = "ds.tensor_parallel.autotp_size"
+SEQUENCE = "ds.sequence_parallel_size"
+STAGES = "ds.pipeline.stages"
 STAGE = "ds.zero_optimization.stage"
 OPTIMIZER = "ds.zero_optimization.offload_optimizer.device"
 PARAMETERS = "ds.zero_optimization.offload_param.device"
 HPZ = "ds.zero_optimization.zero_hpz_partition_size"
 QUANTIZED = "ds.zero_optimization.zero_quantized_weights"
-OFFLOAD, KV = "ds.zero_optimization.offload_optimizer", "model.num_key_value_heads"
-KIND, GROUPS = "optimizer.kind", "optimizer.groups"
-ACCUMULATION, BF16 = "ds.data_types.grad_accum_dtype", "ds.bf16.enabled"
-MASTERS, STATES = "ds.bf16.bf16_master_weights_and_grads", "ds.bf16.bf16_optimizer_states"
+OFFLOAD = "ds.zero_optimization.offload_optimizer"
+KV = "model.num_key_value_heads"
+KIND = "optimizer.kind"
+GROUPS = "optimizer.groups"
+ACCUMULATION = "ds.data_types.grad_accum_dtype"
+BF16 = "ds.bf16.enabled"
+MASTERS = "ds.bf16.bf16_master_weights_and_grads"
+STATES = "ds.bf16.bf16_optimizer_states"
 COMPILE = "ds.compile.enabled"
 NVME = {OPTIMIZER: "nvme", f"{OFFLOAD}.nvme_path": "/tmp"}
 CNN = {"model.kind": "cnn", "data.kind": "digits"}

@@ -89,7 +89,8 @@ def test_a_number_of_the_json_is_adopted_where_the_recipe_is_silent(load, json_k
 def test_the_same_number_twice_is_fine_and_another_one_is_an_error_that_quotes_both(
     load, tmp_path, json_key, mine
 ):
-    stated, split = STATED[json_key], stating(json_key)
+    stated = STATED[json_key]
+    split = stating(json_key)
     max_steps = "" if mine == "max_steps" else "max_steps: 100\n"
     config = load(split, as_yaml(mine, stated), max_steps=max_steps).config
     assert field(config, mine) == stated
@@ -280,7 +281,8 @@ def test_total_num_steps_is_compared_with_epochs_too(load, tmp_path):
 def test_a_batch_of_the_json_follows_the_equation(load):
     settings = load({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4})
     found = settings.resolve(2, DEVICE)
-    plan, filled = found.batch_plan, found.deepspeed
+    plan = found.batch_plan
+    filled = found.deepspeed
     assert plan.gradient_accumulation_steps == filled["gradient_accumulation_steps"] == 8
     settings = load({"train_batch_size": 64})
     assert settings.resolve(4, DEVICE).batch_plan.micro_batch_size == 16

@@ -341,7 +341,8 @@ def test_a_section_may_be_written_once_and_used_twice(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("one: &it {a: 1, b: 2}\ntwo: {<<: *it, b: 3}\nthree: {deeper: {<<: *it}}\n")
     file = read_yaml(path)
-    tree, places = file.tree, file.locations
+    tree = file.tree
+    places = file.locations
     assert tree["two"] == {"a": 1, "b": 3}
     assert tree["three"]["deeper"] == {"a": 1, "b": 2}
     assert places["two.b"] == f"{path}:2"

@@ -130,7 +130,8 @@ def test_the_client_is_as_it_was_and_asked_again_later(monkeypatch, tmp_path):
 
 
 def test_an_answer_counts_for_a_minute_from_when_it_was_asked_for(monkeypatch):
-    clock, asked = {"now": 59.0}, []
+    clock = {"now": 59.0}
+    asked = []
     monkeypatch.setattr(hub, "_answers", {})
     monkeypatch.setattr(hub, "_ask_hub", lambda endpoint: asked.append(clock["now"]))
     monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: clock["now"]))

@@ -67,7 +67,8 @@ def test_no_field_takes_an_import_path_under_another_name():
 @pytest.mark.slow
 def test_nothing_else_imports_what_a_recipe_names():
     """Code comes in by import_object alone, from fields that are checked."""
-    users, importers = set(), set()
+    users = set()
+    importers = set()
     for path in (ROOT / "pipeline").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):

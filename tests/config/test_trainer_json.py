@@ -40,7 +40,8 @@ def test_there_are_twenty():
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_trainers_file_is_taken_as_it_is(written, tmp_path, capsys, name):
-    path, mine = written(name), tmp_path / "mine.yaml"
+    path = written(name)
+    mine = tmp_path / "mine.yaml"
     assert main(["--dry-run", "--deepspeed", str(path)]) == 0, capsys.readouterr().err
     is_open = total_num_steps(name) == "auto"
     mine.write_text(RECIPE if is_open else RECIPE.replace("max_epochs: 3\n", ""))

@@ -200,7 +200,8 @@ def test_a_batch_is_what_its_conversations_are_one_by_one(make_encoder):
     ]
     records = [(f"rows:{n}", {"messages": turns}) for n, turns in enumerate(rows)]
     encoder = make_encoder(sequence_length=150)
-    alone, together = Tally(), Tally()
+    alone = Tally()
+    together = Tally()
     expected = [document for record in records for document in encoder([record], alone)]
     found = encoder(records, together)
     assert [document.ids.tolist() for document in found] == [document.ids.tolist() for document in expected]
@@ -292,7 +293,8 @@ def test_a_tokenizer_that_puts_a_space_before_the_first_word(make_encoder, tmp_p
             assert document.ids.tolist() == ids + [own.eos_token_id] * (template == "chatml")
 
 
-QUESTION, ANSWER = "Add.\n\n1 + 1", "2"
+QUESTION = "Add.\n\n1 + 1"
+ANSWER = "2"
 SAME_CONVERSATION = {
     "messages": {"messages": [turn("user", QUESTION), turn("assistant", ANSWER)], "prompt": "Add", "id": 3},
     "messages in pieces": {
@@ -351,7 +353,8 @@ def test_tools_and_calls_reach_the_template(tokenizer, make_encoder):
         "m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '<|eot|>' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    tool, arguments = {"name": "add<|eot|>"}, {"a": 1}
+    tool = {"name": "add<|eot|>"}
+    arguments = {"a": 1}
     wrapped = {"type": "function", "function": tool}
     call = {"name": "add", "arguments": arguments}
     as_text = {"name": "add", "arguments": json.dumps(arguments)}
@@ -530,7 +533,8 @@ def answers_of(dataset, tokenizer):
 def test_from_rows_to_labels_only_answers_are_predicted(tmp_path, packing):
     how = {"packing": packing, "sequence_length": 96, "eval_fraction": 0.2, "tokenizer": {"vocab_size": 400}}
     prepared = prepare(tmp_path, rows_of(60), **how)
-    tokenizer, source = prepared.tokenizer, prepared.sources[0]
+    tokenizer = prepared.tokenizer
+    source = prepared.sources[0]
     assert tokenizer.chat_template == BUILT_IN["chatml"]
     assert len(tokenizer.encode("<|im_start|><|im_end|>")) == 2
     assert source.tally.keys() == {"conversations shortened"}

@@ -50,7 +50,8 @@ def tool(name, **properties):
 
 
 # Keys of objects are in one order throughout: a table has one order for all rows.
-CITY, HOUR = {"type": "string", "enum": ["Oslo", "Bergen"]}, {"type": "integer", "description": "0 to 23"}
+CITY = {"type": "string", "enum": ["Oslo", "Bergen"]}
+HOUR = {"type": "integer", "description": "0 to 23"}
 RESULT = {"role": "tool", "content": '{"leaves": "07:30", "late": null}', "name": "find"}
 CHAT = [
     {

@@ -56,9 +56,11 @@ def test_the_samples_of_a_source_follow_the_sum_of_its_shares(curriculum):
 @quick
 @given(curriculum=curricula())
 def test_a_source_is_gone_through_whole_before_it_repeats(curriculum):
-    order, size = order_of(curriculum), curriculum[2]
+    order = order_of(curriculum)
+    size = curriculum[2]
     samples = order.samples_at(np.arange(STEPS * size))
-    owners, first = sources_of(curriculum, samples), 0
+    owners = sources_of(curriculum, samples)
+    first = 0
     for number, source in enumerate(curriculum[0]):
         own = samples[owners == number] - first
         times = np.bincount(own, minlength=source.num_samples)

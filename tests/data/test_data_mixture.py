@@ -90,7 +90,8 @@ def test_a_plain_mixture_is_a_new_permutation_of_everything_each_epoch():
 def test_sources_of_one_size_do_not_go_in_step():
     order = MixtureOrder((SourceShare("a", 500), SourceShare("b", 500)), 0)
     samples = order.samples_at(np.arange(1000))
-    a, b = samples[samples < 500], samples[samples >= 500] - 500
+    a = samples[samples < 500]
+    b = samples[samples >= 500] - 500
     assert (a == b).mean() < 0.02
 
 

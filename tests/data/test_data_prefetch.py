@@ -56,9 +56,11 @@ def numbers(group):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_is_fetched_ahead_is_what_would_have_come(num_workers):
-    plain, ahead = prefetcher(False), prefetcher(True, num_workers=num_workers)
+    plain = prefetcher(False)
+    ahead = prefetcher(True, num_workers=num_workers)
     for step in range(1, 8):
-        expected, group = plain.next_group(), ahead.next_group()
+        expected = plain.next_group()
+        group = ahead.next_group()
         assert numbers(group) == numbers(expected)
         assert all(torch.equal(a["share"], b["share"]) for a, b in zip(group, expected, strict=True))
         if step % 3:
@@ -79,7 +81,8 @@ def test_on_a_cpu_nothing_is_read_before_it_is_needed():
 
 
 def test_closing_drops_what_was_fetched_ahead_and_goes_on():
-    plain, ahead = prefetcher(False), prefetcher()
+    plain = prefetcher(False)
+    ahead = prefetcher()
     assert numbers(ahead.next_group()) == numbers(plain.next_group())
     ahead.prefetch()
     ahead.close()
@@ -111,7 +114,8 @@ def collected(loaders, accumulation, steps):
 )
 def test_stopped_and_resumed_at_other_splits_equals_never_having_stopped(splits):
     """Each split trains some steps, writes a checkpoint, and the next goes on from it."""
-    together, state = [], {"samples_seen": 0}
+    together = []
+    state = {"samples_seen": 0}
     for world, micro, accumulation, steps in splits:
         loaders = [prefetcher(True, rank, world, micro, accumulation) for rank in range(world)]
         for loader in loaders:

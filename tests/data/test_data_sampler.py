@@ -55,7 +55,9 @@ def test_positions_may_have_any_shape():
 
 def test_the_shuffle_is_even():
     """Chi-square of (where in the epoch) x (where in the data), and of neighbours, over 40 epochs."""
-    n, cells, epochs = 5000, 20, 40
+    n = 5000
+    cells = 20
+    epochs = 40
     order = ShuffledOrder(n, 3)
     table = np.zeros((cells, cells))
     neighbours = np.zeros((cells, cells))

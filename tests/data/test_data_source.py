@@ -17,7 +17,8 @@ from pipeline.training.loop import TrainLoop
 
 pytestmark = pytest.mark.slow
 
-ROWS, LENGTH = 8, 6
+ROWS = 8
+LENGTH = 6
 
 
 class Rollouts:

@@ -64,7 +64,8 @@ def test_rows_are_the_documents_each_with_its_end(corpus, tmp_path):
 def test_documents_in_one_stream_on_request(corpus, tmp_path):
     apart = prepare_data(config([corpus], tmp_path / "cache")).train
     stream = prepare_data(config([corpus], tmp_path / "cache", separate_documents=False)).train
-    one, other = apart.__getitems__(range(len(apart))), stream.__getitems__(range(len(stream)))
+    one = apart.__getitems__(range(len(apart)))
+    other = stream.__getitems__(range(len(stream)))
     assert set(other) == {"input_ids", "shift_labels"}
     assert torch.equal(one["input_ids"], other["input_ids"])
     differ = one["shift_labels"] != other["shift_labels"]

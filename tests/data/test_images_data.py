@@ -79,7 +79,8 @@ def test_a_folder_of_classes(folder):
 
 def test_pixels_are_normalised(folder):
     bundle = prepare(folder, mean=[0.5, 0.25, 0.0], std=[0.5, 2.0, 1.0])
-    pixels, item = bundle.train.read_pixels(3), bundle.train[3]["inputs"]
+    pixels = bundle.train.read_pixels(3)
+    item = bundle.train[3]["inputs"]
     for channel, (mean, std) in enumerate(((0.5, 0.5), (0.25, 2.0), (0.0, 1.0))):
         assert torch.allclose(item[channel] * std + mean, pixels[channel], atol=1e-6)
     assert prepare(folder, channels=1).train[0]["inputs"].shape == (1, 8, 8)
@@ -88,7 +89,8 @@ def test_pixels_are_normalised(folder):
 def test_what_is_held_out_stays_held_out(folder):
     """Adding, renaming and moving images among folders of a class moves none across; copies go together."""
     before = prepare(folder, eval_fraction=0.3)
-    held, trained = contents(before, "eval"), contents(before, "train")
+    held = contents(before, "eval")
+    trained = contents(before, "train")
     assert held
     assert not held & trained
     (folder / "cat" / "more").mkdir()

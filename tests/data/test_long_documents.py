@@ -24,7 +24,8 @@ ALPHABET = [*"abzAZ 09.,;:!?'\"()-_#\n\r\t字。，かが한éﬁ½⑴İ\u00a0\u
 ALPHABET += ["  ", " a", "n't", "'s", "'LL", " the", "123", "e\u0301", "🤷🏽", "क्", "<tool>"]
 LEFT = r"[^\r\n\p{L}\p{N}]?"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 PATTERNS = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "gpt4": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
@@ -45,7 +46,8 @@ def split(pattern: str):
 
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-NUMBERS, HAN = r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"
+NUMBERS = r"\p{N}{1,3}"
+HAN = "[一-龥\u3040-ゟ゠-ヿ]+"
 PRE_TOKENIZERS = {
     "byte level": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "byte level with a space before": pre_tokenizers.ByteLevel(add_prefix_space=True),

@@ -47,7 +47,8 @@ def test_a_stream_is_windows_of_each_part(parts, size, separate, masks):
     for documents in parts:
         stream = [token for document in documents for token in (*document, END)]
         for start in range(0, len(stream) - size, size):
-            inputs, targets = stream[start : start + size], stream[start + 1 : start + size + 1]
+            inputs = stream[start : start + size]
+            targets = stream[start + 1 : start + size + 1]
             labels = [
                 -100 if (masks and target % 3 == 0) or (separate and token == END) else target
                 for token, target in zip(inputs, targets, strict=True)
@@ -92,7 +93,8 @@ def test_each_piece_of_a_document_is_in_one_row_and_knows_its_next_token(parts, 
     for row in rows_of(dataset):
         used = 0
         for start, end in segments(row["position_ids"]):
-            inputs, labels = tuple(row["input_ids"][start:end]), tuple(row["shift_labels"][start:end])
+            inputs = tuple(row["input_ids"][start:end])
+            labels = tuple(row["shift_labels"][start:end])
             assert row["position_ids"][start:end] == list(range(end - start))
             if set(inputs) == {END}:  # padding: the last segment, and nothing is predicted there
                 assert (end, set(labels)) == (size, {-100})

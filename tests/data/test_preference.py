@@ -75,9 +75,11 @@ def written(said, *before):
 
 def sides_of(document, tokenizer):
     """(kind, text that does not count, text that does) of each segment; the first must come before."""
-    found, at = [], 0
+    found = []
+    at = 0
     for kind, prompt, length in document.segments.tolist():
-        ids, mask = document.ids[at : at + length], document.loss_mask[at : at + length]
+        ids = document.ids[at : at + length]
+        mask = document.loss_mask[at : at + length]
         assert mask[prompt:].all()
         assert not mask[:prompt].any()
         found.append((kind, tokenizer.decode(ids[:prompt]), tokenizer.decode(ids[prompt:])))
@@ -86,7 +88,10 @@ def sides_of(document, tokenizer):
     return found
 
 
-SKY, BLUE, GREEN, KIND = "what is the sky?", "it is blue", "it is green", "be kind"
+SKY = "what is the sky?"
+BLUE = "it is blue"
+GREEN = "it is green"
+KIND = "be kind"
 CHAT = [(CHOSEN, *written(BLUE, user(SKY))), (REJECTED, *written(GREEN, user(SKY)))]
 SYSTEM = {"role": "system", "content": KIND}
 GUIDED = [(CHOSEN, *written(BLUE, SYSTEM, user(SKY))), (REJECTED, *written(GREEN, SYSTEM, user(SKY)))]
@@ -275,7 +280,8 @@ def test_what_does_not_fit_is_dropped_whole_and_counted(make_encoder):
 
 
 def test_what_no_token_shows_is_counted_with_the_first_place(make_encoder):
-    encoder, tally = make_encoder(), Tally()
+    encoder = make_encoder()
+    tally = Tally()
     row = WHOLE | {"source": "web", "tools": [{"name": "add"}], "score_chosen": "2", "score_rejected": "1"}
     encoder([("rows:1", WHOLE), ("rows:2", row), ("rows:3", row), ("rows:4", ROWS["plain"][0])], tally)
     what = "examples with a field that the tokens do not contain in full"
@@ -306,7 +312,8 @@ def prepare(tmp_path, sources, **changes):
 
 def segments_of(batch, row):
     """(kind, ids, labels, margin) of each segment of a row; what is not theirs must be padding."""
-    kinds, segments = batch["segment_kinds"][row], batch["segments"][row]
+    kinds = batch["segment_kinds"][row]
+    segments = batch["segments"][row]
     number = int((kinds > 0).sum())
     assert set(segments.tolist()) - {-1} == set(range(number))
     assert not kinds[number:].any()
@@ -316,7 +323,8 @@ def segments_of(batch, row):
         assert own.tolist() == list(range(own[0], own[-1] + 1))
         assert batch["position_ids"][row][own].tolist() == list(range(len(own)))
         margin = float(batch["margins"][row, index]) if "margins" in batch else 0.0
-        ids, labels = batch["input_ids"][row][own].tolist(), batch["shift_labels"][row][own].tolist()
+        ids = batch["input_ids"][row][own].tolist()
+        labels = batch["shift_labels"][row][own].tolist()
         found.append((int(kinds[index]), ids, labels, margin))
     padding = segments == -1
     assert (batch["shift_labels"][row][padding] == -100).all()
@@ -355,7 +363,8 @@ def test_rows_hold_whole_pairs_apart_from_each_other(tmp_path, packing):
     assert {key: value.dtype for key, value in batch.items()} == dict.fromkeys(
         ("input_ids", "shift_labels", "position_ids", "segments", "segment_kinds"), torch.int64
     ) | {"margins": torch.float32}
-    found, rows = [], [segments_of(batch, row) for row in range(len(bundle.train))]
+    found = []
+    rows = [segments_of(batch, row) for row in range(len(bundle.train))]
     for row in rows:
         assert packing == "best_fit" or len(row) == 2
         assert [kind for kind, *_ in row] == [CHOSEN, REJECTED] * (len(row) // 2)
@@ -438,7 +447,8 @@ batch: {micro_batch_size: 2}
 
 @pytest.mark.slow
 def test_both_sides_are_shown_and_a_bad_row_is_one_line(tmp_path, capsys):
-    path, recipe = tmp_path / "pairs.jsonl", tmp_path / "recipe.yaml"
+    path = tmp_path / "pairs.jsonl"
+    recipe = tmp_path / "recipe.yaml"
     rows = [*pairs(12), {"prompt": "say ", "chosen": "a"}]
     write(path, rows)
     data = (
@@ -462,7 +472,8 @@ def test_both_sides_are_shown_and_a_bad_row_is_one_line(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_answers_of_one_kind_alone_are_an_error_until_the_recipe_says_so(tmp_path, capsys):
-    path, recipe = tmp_path / "judged.jsonl", tmp_path / "recipe.yaml"
+    path = tmp_path / "judged.jsonl"
+    recipe = tmp_path / "recipe.yaml"
     write(path, [{"prompt": f"count to {i}: ", "completion": f"{i} is it", "label": True} for i in range(40)])
     data = (
         f"data: {{kind: preference, paths: [{path}], eval_fraction: 0, sequence_length: 64, "

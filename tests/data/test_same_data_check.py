@@ -22,7 +22,8 @@ class Samples:
     """A data set of what a function makes of an index."""
 
     def __init__(self, make, size=40):
-        self.make, self.size = make, size
+        self.make = make
+        self.size = size
 
     def __len__(self):
         return self.size

@@ -68,7 +68,8 @@ def make_encoder(tmp_path_factory):
     texts = [path.read_text("utf-8") for path in sorted(FOLDER.glob("*.jinja"))]
     special = sorted({marker for text in texts for marker in MARKER.findall(text)} | {"<s>", "</s>"})
     tokenizer = train_tokenizer(["hello there, thoughts, questions and answers"] * 3, 600, special)
-    tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
+    tokenizer.bos_token = "<s>"
+    tokenizer.eos_token = "</s>"
     folder = tmp_path_factory.mktemp("families")
     tokenizer.save_pretrained(str(folder))
 

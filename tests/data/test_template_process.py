@@ -27,7 +27,8 @@ def is_running(process: int) -> bool:
 
 def test_it_answers_again_after_a_refusal_and_ends_with_its_owner():
     template = TemplateProcess(BUILT_IN["chatml"] + "{{ messages[0]['content'] + 1 if tools }}", {}, [])
-    good, bad = ("a", Conversation(TURNS)), ("b", Conversation(TURNS, [{}]))
+    good = ("a", Conversation(TURNS))
+    bad = ("b", Conversation(TURNS, [{}]))
     with pytest.raises(DataError, match="b: the chat template refuses"):
         template.write([good, bad, good])
     first, second = template.write([good, good])

@@ -45,7 +45,8 @@ def test_deepspeed_computes_on_what_was_chosen():
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_segments_grow_unless_the_user_chose(name):
-    chosen, untouched = {}, {name: "max_split_size_mb:64"}
+    chosen = {}
+    untouched = {name: "max_split_size_mb:64"}
     configure_allocator(chosen)
     configure_allocator(untouched)
     assert chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

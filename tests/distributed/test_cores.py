@@ -79,7 +79,8 @@ def test_a_list_of_cores():
 
 
 def test_every_thread_is_bound():
-    before, release = os.sched_getaffinity(0), threading.Event()
+    before = os.sched_getaffinity(0)
+    release = threading.Event()
     thread = threading.Thread(target=release.wait)
     thread.start()
     try:
@@ -96,7 +97,8 @@ def settled(
     job: Job, cpus: list[list[int]], bound: bool | None, environment: dict[str, str]
 ) -> tuple[int, set[int]]:
     """Threads and cores of a rank that its launcher has let run on these."""
-    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    before = os.sched_getaffinity(0)
+    threads = torch.get_num_threads()
     os.environ.update(environment)
     os.sched_setaffinity(0, cpus[job.ranks.rank])
     name = f"{cpus} {bound} {environment}"
@@ -115,7 +117,8 @@ def settled(
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_ranks_that_share_cores_divide_them_and_those_with_their_own_do_not(ranks):
     a, b = sorted(os.sched_getaffinity(0))[:2]
-    pool, nobody = ranks(2), {"OMP_NUM_THREADS": ""}
+    pool = ranks(2)
+    nobody = {"OMP_NUM_THREADS": ""}
     assert pool.run(settled, [[a, b], [a, b]], None, nobody) == [(1, {a}), (1, {b})]
     assert pool.run(settled, [[a, b], [a, b]], False, nobody) == [(1, {a, b}), (1, {a, b})]
     assert pool.run(settled, [[a, b], [a, b]], None, nobody | {"OMP_PROC_BIND": "close"})[0] == (1, {a, b})

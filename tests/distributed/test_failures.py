@@ -115,7 +115,8 @@ class Time:
     """Replaces the module `time`; rank 1 sends its report after `seconds`."""
 
     def __init__(self, rank_1: WatchdogStore, seconds: float):
-        self._rank_1, self._seconds = rank_1, seconds
+        self._rank_1 = rank_1
+        self._seconds = seconds
         self._now = 0.0
 
     def monotonic(self) -> float:

@@ -10,7 +10,8 @@ from support.fake_clock import FakeClock, FakeGpu
 
 from pipeline.distributed.phases import MAX_MARKS, OTHER_OUTSIDE_STEPS, PHASES, Phases, format_columns
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 
 
 def test_one_phase_inside_of_another_takes_its_time_from_it():
@@ -46,8 +47,11 @@ def test_a_phase_ends_with_an_exception():
 
 
 def test_whatever_happens_they_add_up():
-    draw, clock = random.Random(0), FakeClock()
-    phases, rows, taken_at = Phases(clock, CPU), [], 0.0
+    draw = random.Random(0)
+    clock = FakeClock()
+    phases = Phases(clock, CPU)
+    rows = []
+    taken_at = 0.0
 
     def go_on(depth):
         for _ in range(draw.randrange(4)):

@@ -83,7 +83,8 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        census, result = self._census, func(*args, **(kwargs or {}))
+        census = self._census
+        result = func(*args, **(kwargs or {}))
         if name in READS or name in COPIES:
             census.reads[_place()] += 1
         elif name not in _VIEWS:

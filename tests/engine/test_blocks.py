@@ -90,8 +90,10 @@ def test_a_block_has_hidden_states_by_position_that_require_a_gradient():
         def forward(self, hidden, mask=None):
             return hidden
 
-    x, mask = torch.ones(2), torch.ones(2, dtype=torch.bool)
-    block, learns = Block(), torch.ones(2, requires_grad=True)
+    x = torch.ones(2)
+    mask = torch.ones(2, dtype=torch.bool)
+    block = Block()
+    learns = torch.ones(2, requires_grad=True)
     assert _require_input_gradient(block, (learns,), {"mask": mask}) is None
     (given, beside), named = _require_input_gradient(block, (x, mask), {})
     assert (given.requires_grad, x.requires_grad, beside is mask, named) == (True, False, True, {})

@@ -19,7 +19,8 @@ from pipeline.monitoring.logs import log_to_console
 def shown():
     """Have DeepSpeed's logger write to a list, and leave it as it was."""
     logger = deepspeed.utils.logger
-    level, lines = logger.level, []
+    level = logger.level
+    lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)

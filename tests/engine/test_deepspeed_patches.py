@@ -54,7 +54,8 @@ def test_another_version_ends_with_one_line_before_it_is_imported(tmp_path):
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.20.0+abc\n")
     (other.parent / "deepspeed.py").write_text("raise ImportError('nothing that is known here')\n")
     found = os.pathsep.join([str(other.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    recipe, split = write_recipe(tmp_path, **DIGITS), ROOT / "ds_configs" / "zero2.json"
+    recipe = write_recipe(tmp_path, **DIGITS)
+    split = ROOT / "ds_configs" / "zero2.json"
     done = launch("--config", str(recipe), "--deepspeed", str(split), PYTHONPATH=found)
     line = "deepspeed 0.19.8 is needed, since this trainer corrects its internals; installed: 0.20.0; "
     assert (done.returncode, line + "pip install deepspeed==0.19.8" in done.stderr) == (2, True)

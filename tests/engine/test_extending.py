@@ -165,7 +165,8 @@ def test_the_files_of_the_page_train_in_a_folder_of_ones_own(tmp_path, monkeypat
     assert train(["--config", str(recipe), "run_dir=run", "max_steps=2"]) == 0
     zero = ["--deepspeed", str(PAGE.parents[1] / "ds_configs" / "zero3.json"), "ds.bf16.enabled=false"]
     assert train(["--config", str(recipe), *zero, "run_dir=run"]) == 0
-    rows, expected = read_reproducible_rows(Path("run")), read_reproducible_rows(Path("unbroken"))
+    rows = read_reproducible_rows(Path("run"))
+    expected = read_reproducible_rows(Path("unbroken"))
     for key in ("train/loss", "train/accuracy", "train/learning_rate", "eval/loss", "eval/accuracy"):
         found = [row[key] for row in rows if key in row]
         assert found == pytest.approx([row[key] for row in expected if key in row], rel=1e-5), key

@@ -43,7 +43,9 @@ from pipeline.objectives.logits_cross_entropy import FusedKernels
 from pipeline.training.assemble import build_loader
 from pipeline.training.loop import TrainState
 
-LENGTH, LAYERS, MICRO_BATCHES = 24, 2, 2
+LENGTH = 24
+LAYERS = 2
+MICRO_BATCHES = 2
 SINGLE = {"torch": {"parallel": "single"}}
 # By (packed, in fp32).
 ATTENTION = {
@@ -97,7 +99,8 @@ def step(job: Job, split: dict[str, Any], packed: bool, model: dict[str, Any], k
     batch = {"micro_batch_size": 2, "gradient_accumulation_steps": MICRO_BATCHES}
     tree = recipe(batch=batch)
     tree["model"] = tree["model"] | model
-    data, config = token_bundle(packed), settings(tree, dict(split)).config
+    data = token_bundle(packed)
+    config = settings(tree, dict(split)).config
     job = replace(job, device=DEVICE)
     with hopper() as card:
         engine = make_engine(job, tree, split, data)
@@ -198,7 +201,8 @@ def test_a_snapshot_is_copied_on_a_stream_of_its_own(card):
 
 def attended(job: Job, groups: int) -> list[str]:
     """Kernels that compute rows of two lengths, one document each, with a forward's bounds."""
-    rows, kernels = WholeRowBoundsChooser(), []
+    rows = WholeRowBoundsChooser()
+    kernels = []
     with hopper(), patch.object(document_attention, "_repeat_heads", None):  # nothing repeats keys or values
         attend = document_attention.DocumentAttention()
         for length in (32, 48, 32):
@@ -349,7 +353,8 @@ def test_a_run_on_a_gpu_from_its_command_to_its_end(tmp_path):
 
 def test_a_run_that_is_out_of_memory_on_a_gpu_says_what_helps(tmp_path):
     faulty = {"kind": "support.faults:faulty", "args": {"fault": "memory", "at": 2}}
-    data, objective = {"kind": "support.faults:points"}, {"kind": "classification"}
+    data = {"kind": "support.faults:points"}
+    objective = {"kind": "classification"}
     config = write_recipe(tmp_path, model=faulty, data=data, objective=objective)
     run = fake_run("--config", str(config), "--deepspeed", ZERO_2)
     assert run.returncode == 12, run.stdout + run.stderr

@@ -75,7 +75,9 @@ def writing(job: Job, tree: dict[str, Any], split: dict[str, Any]):
     """
     silent = Run(job, tree, split).train(0, 3)
     run = Run(job, tree, split)
-    engine, curve, unchanged = run.engine, [], True
+    engine = run.engine
+    curve = []
+    unchanged = True
     texts: dict[str, Any] = {}
     for step in range(3):
         curve += run.train(step, step + 1)
@@ -177,7 +179,8 @@ def test_in_bf16_every_word_is_the_likeliest_after_its_prompt(ranks, name):
         assert curve == silent
         assert unchanged, "training's random numbers, gradients or mode are others"
         assert all(texts[key] == results[0][-1][key] for key in ("greedy", "drawn"))
-        own, end = texts["prompts"], results[0][-1]["greedy"][0][2]
+        own = texts["prompts"]
+        end = results[0][-1]["greedy"][0][2]
         few = own[:1] if own == PROMPTS[0] else own
         asked = {"greedy": PROMPTS[0]}
         for gather in (True, False):
@@ -248,7 +251,8 @@ def test_a_model_that_cannot_write_says_so():
 def test_a_generate_on_top_of_transformers_is_kept_in_step_too():
     """The signature does not matter: a rank that ended alone would leave the others waiting."""
     model = build_model(CausalLMConfig(**LLAMA), ModelRequest(NoSharding(), vocab_size=VOCABULARY), 0)
-    inner, given = model.generate, {}
+    inner = model.generate
+    given = {}
 
     def on_top(**how):
         given.update(how)

@@ -62,7 +62,8 @@ def kinds(weight: torch.dtype, moments: torch.dtype):
     return {"weight": {weight}, "exp_avg": {moments}, "exp_avg_sq": {moments}}
 
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32 = torch.float32
+BF16 = torch.bfloat16
 WITH_FP32 = split(2, {}), kinds(FP32, FP32)
 # The JSON and what its checkpoints hold.
 SPLITS = {

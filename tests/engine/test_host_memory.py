@@ -29,7 +29,8 @@ def peak_while_made(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> tu
     data = token_bundle()
     make_engine(job, recipe(model=LARGE | SIZES), split, data)  # what is imported and allocated once
     gc.collect()
-    held, resident = reachable_tensor_bytes(), read_resident_bytes()
+    held = reachable_tensor_bytes()
+    resident = read_resident_bytes()
     reset_resident_peak()
     engine = make_engine(job, tree, split, data)
     size = 4 * engine.num_parameters

@@ -53,12 +53,14 @@ def step_of(
     plain = {"single": "single", "ddp": "ddp"}.get(str(engine))
     split = {"torch": {"parallel": plain}} if plain else deepspeed_json(int(engine), precision)
     tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": micro_batches})
-    data, config = token_bundle(), settings(tree, dict(split)).config
+    data = token_bundle()
+    config = settings(tree, dict(split)).config
     made = make_engine(job, tree, split, data)
     assert made.num_parameters == PARAMETERS
     loader = build_loader(config, plan_batch(config.batch, made.dp_world_size), data, made)
     meters = Meters(Workload(1, 1, "tokens", None, None), job, perf_counter)
-    state, objective = TrainState.start(made.device), kind()
+    state = TrainState.start(made.device)
+    objective = kind()
     for _ in range(WARM_UP):
         made.train_step(loader.next_group(), objective, 1e-3, 0)
     group = loader.next_group()
@@ -98,7 +100,8 @@ def test_the_host_reads_nothing_but_what_is_listed(censuses, engine, precision, 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize(("engine", "precision"), OVERHEAD)
 def test_an_engine_launches_little_beside_the_model(censuses, engine, precision, number):
-    plain, own = censuses["single", "fp32", number], censuses[engine, precision, number]
+    plain = censuses["single", "fp32", number]
+    own = censuses[engine, precision, number]
     assert own.operators - plain.operators <= OVERHEAD[engine, precision][number - 1]
 
 

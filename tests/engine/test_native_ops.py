@@ -242,7 +242,8 @@ def asked_to_quantize(job: Job, cuda: str | None, home: str | None) -> str:
     from pipeline.errors import ConfigError
 
     before = torch.version.cuda, torch.utils.cpp_extension.CUDA_HOME
-    torch.version.cuda, torch.utils.cpp_extension.CUDA_HOME = cuda, home
+    torch.version.cuda = cuda
+    torch.utils.cpp_extension.CUDA_HOME = home
     try:
         prepare_native_ops(deepspeed_json(3, zero_quantized_weights=True), job)
     except ConfigError as error:

@@ -38,10 +38,12 @@ class Rows(TorchDispatchMode):
 
 def most_rows(job: Job, splits) -> dict[str, int]:
     """Most rows of logits of each split, in a step and in an evaluation, on this rank."""
-    data, found = token_bundle(packed=True), {}
+    data = token_bundle(packed=True)
+    found = {}
     for name, split in splits.items():
         config, resolved = resolve(recipe(), split, job.ranks.world_size)
-        engine, objective = build_engine(config, resolved, job, data), build_objective(config)
+        engine = build_engine(config, resolved, job, data)
+        objective = build_objective(config)
         loader = build_loader(config, resolved.batch_plan, data, engine)
         group = loader.next_group()
         chunk = ROWS * VOCABULARY * (4 if resolved.split.precision == "fp32" else 2)
@@ -69,10 +71,12 @@ def most_rows_of_answers(job: Job, splits) -> dict[str, int]:
     """The same as most_rows, for a loss of each token's log-probability over a frozen head."""
     tree = make_recipe("dpo", 4)
     tree["model"] = tree["model"] | {"freeze": ["lm_head.*"]}
-    data, found = preference_bundle(), {}
+    data = preference_bundle()
+    found = {}
     for name, split in splits.items():
         config, resolved = resolve(tree, split, job.ranks.world_size)
-        engine, objective = build_engine(config, resolved, job, data), build_objective(config)
+        engine = build_engine(config, resolved, job, data)
+        objective = build_objective(config)
         group = make_micro_batches(data.train, 0, resolved.batch_plan, engine.dp_rank, engine.dp_world_size)
         with patch.object(chunks, "CPU_LOGITS_CHUNK", (ROWS * VOCABULARY * 2, 1)), Rows() as rows:
             engine.train_step(group, objective, 1e-3, 0)

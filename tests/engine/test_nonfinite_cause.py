@@ -15,7 +15,8 @@ from pipeline.engine.nonfinite_cause import NonFiniteCauseSearch
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
 
-ROW, MICRO_BATCH = 2, 1
+ROW = 2
+MICRO_BATCH = 1
 SPLITS = {
     "single": (1, None),
     "ddp": (2, None),
@@ -51,7 +52,8 @@ def searched(job, deepspeed, spoilt_rank, cases):
     config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
 
     def run(with_searches):
-        FAULT.case, found = "", {}
+        FAULT.case = ""
+        found = {}
         engine = build_engine(config, resolved, job, make_bundle())
         loader = build_loader(config, resolved.batch_plan, make_bundle(), engine)
         objective = build_objective(config)
@@ -63,7 +65,8 @@ def searched(job, deepspeed, spoilt_rank, cases):
         step(0)
         for case in cases if with_searches else ():
             indices = job.gather_object(list(loader.read_again(16)[MICRO_BATCH].origin.indices))
-            FAULT.case, FAULT.sample = case, indices[spoilt_rank][ROW]
+            FAULT.case = case
+            FAULT.sample = indices[spoilt_rank][ROW]
             search = NonFiniteCauseSearch(
                 engine, objective, job, resolved.batch_plan, lambda: seed_step(0, 9, engine.seed_rank)
             )

@@ -187,7 +187,8 @@ def step(model, optimizer, factor: float):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_that_is_not_finite_moves_no_parameter_and_no_state(kind, bad):
     torch.manual_seed(0)
-    model, twin = Tiny(), Tiny()
+    model = Tiny()
+    twin = Tiny()
     twin.load_state_dict(model.state_dict())
     optimizers = []
     for each in (model, twin):

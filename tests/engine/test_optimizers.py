@@ -18,7 +18,8 @@ from pipeline.errors import ConfigError
 pytestmark = pytest.mark.slow
 
 PLAIN = {"torch": {"parallel": "single"}}
-BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 # The embeddings lie on the first of two stages alone.
 GROUPS = [
     {"patterns": ["*embed_tokens*"], "learning_rate_factor": 0.1, "weight_decay": 0.0},

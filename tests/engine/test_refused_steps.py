@@ -89,7 +89,8 @@ def with_and_without(job: Job, tree, deepspeed, bad: list[tuple[float, StepLimit
             result = engine.train_step(group, objective, 1e-2, 0, limits)
             return float(job.all_reduce_sum(result.loss_sum.clone())), float(result.grad_norm), result
 
-        curve, said = [step(0)[:2]], []
+        curve = [step(0)[:2]]
+        said = []
         for at, (factor, limits) in enumerate(bad):
             if with_bad:
                 result = step(32, factor, limits)[2]
@@ -144,7 +145,8 @@ def searching(job: Job, stage: int, lowest_power: int, factors: list[float], lim
         The state after the steps; of each step whether it was skipped and whether to search for the cause.
     """
     fp16 = {"enabled": True, "initial_scale_power": 24, "min_loss_scale": 2**lowest_power, "hysteresis": 1}
-    data, objective = token_bundle(), Poisoned()
+    data = token_bundle()
+    objective = Poisoned()
     tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})
     engine = make_engine(job, tree, deepspeed_json(stage) | {"fp16": fp16}, data)
     said = []
@@ -168,7 +170,8 @@ def test_a_step_that_finds_the_loss_scale_is_no_refused_one(ranks, stage):
     Refused steps leave the scale: a loss that is too high, whose gradient is not finite either, and any such
     gradient if the scale cannot fall.
     """
-    pool, limits = ranks(2), StepLimits(12.0, math.inf)
+    pool = ranks(2)
+    limits = StepLimits(12.0, math.inf)
     searched = pool.run(searching, stage, 0, [1.0] * 12, limits)
     as_ever = pool.run(searching, stage, 0, [1.0] * 12, None)
     for (kept, said), (expected, without) in zip(searched, as_ever, strict=True):

@@ -69,7 +69,8 @@ def test_no_flipped_bit_leaves_a_digest_as_it_was(dtype, offset, length):
 
 def test_what_changes_places_shows(monkeypatch):
     monkeypatch.setattr("pipeline.engine.replicas.SMALL_TENSOR_ELEMENTS", 4)
-    a, b = torch.randn(16), torch.randn(16)
+    a = torch.randn(16)
+    b = torch.randn(16)
     assert int(digest_tensors([a, b], CPU)) != int(digest_tensors([b, a], CPU))
     assert int(digest_tensors([], CPU)) == 0
 
@@ -92,7 +93,8 @@ def test_a_step_without_an_update_is_read_too():
         optimizer.step()
         return replicas.end().tolist()
 
-    right, wrong = digests(None), digests(40)
+    right = digests(None)
+    wrong = digests(40)
     assert right[:HISTORY_INDEX] == wrong[:HISTORY_INDEX]
     assert right[HISTORY_INDEX] != wrong[HISTORY_INDEX]
 
@@ -133,7 +135,9 @@ class AtMoments(CausalLM):
 
     def __init__(self, at, micro_batches: int):
         super().__init__()
-        self._at, self._micro_batches, self._seen = at, micro_batches, 0
+        self._at = at
+        self._micro_batches = micro_batches
+        self._seen = 0
 
     def __call__(self, model, batch):
         self._seen += 1
@@ -151,12 +155,14 @@ def flips(job, deepspeed, every: int, times: int):
 
     Between two of them all that they may have changed is put back.
     """
-    data, draw = token_bundle(), random.Random(0)
+    data = token_bundle()
+    draw = random.Random(0)
     tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 2})
     engine = make_engine(job, tree, deepspeed, data)
     check = ReplicaCheck(job, engine.replicas, WatchConfig(compare_every=every), 0)
     batch = {key: value[None].repeat(2, 1) for key, value in data.train[job.ranks.rank].items()}
-    weights, optimizer = list(engine.module.parameters()), engine._optimizer
+    weights = list(engine.module.parameters())
+    optimizer = engine._optimizer
     own = [p for group in optimizer.param_groups for p in group["params"]]
     is_sharded = deepspeed is not None and deepspeed["zero_optimization"]["stage"] > 0
     coming: list[tuple[str, str, int, int]] = []
@@ -197,7 +203,8 @@ def flips(job, deepspeed, every: int, times: int):
     told = []
     for number in range(times):
         kind, moment = FLIPS[number % len(FLIPS)]
-        rank, late = draw.randrange(job.ranks.world_size), draw.randrange(every)
+        rank = draw.randrange(job.ranks.world_size)
+        late = draw.randrange(every)
         flipped = (kind, moment, draw.randrange(10**6), draw.randrange(10**6))
         found = []
         for index in range(window):

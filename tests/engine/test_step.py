@@ -221,7 +221,8 @@ def evaluated(job: Job, tree, deepspeed):
 def test_evaluation_is_the_same_under_every_split(ranks):
     """19 samples on 1 and 2 ranks in batches of 2, 3 and 16: uneven everywhere, one rank without any."""
     rows = [evaluated(ALONE, recipe(batch={"micro_batch_size": 16}), None)]
-    sharded, divided = deepspeed_json(3), deepspeed_json(1)
+    sharded = deepspeed_json(3)
+    divided = deepspeed_json(1)
     for world_size, micro, json in [
         *((1, 3, sharded), (2, 2, sharded), (2, 16, sharded), (2, 64, sharded)),
         *((2, 3, divided | cut) for cut in CUT.values()),

@@ -13,7 +13,8 @@ from torch import nn
 from pipeline.checkpoint.shards import BUFFER
 from pipeline.engine.clipping import StepGate
 
-BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 SPLITS = {
     "plain": (None, 1),
     **{
@@ -34,7 +35,8 @@ def seen_by_the_gate(job, split):
     """(shards before a step, those that each wait of it and of the next one saw, shards after it)."""
     run = Run(job, make_recipe(recipe()["model"]), split)
     run.train(0, 2)
-    before, seen = copy_shards(run.engine), []
+    before = copy_shards(run.engine)
+    seen = []
     run.engine.hold_step(lambda: seen.append(copy_shards(run.engine)))
     run.train(2, 3)
     after = copy_shards(run.engine)

@@ -28,7 +28,8 @@ class Late:
     """A loader whose batches come late."""
 
     def __init__(self, loader, seconds):
-        self._loader, self._seconds = loader, seconds
+        self._loader = loader
+        self._seconds = seconds
 
     def __getattr__(self, name):
         return getattr(self._loader, name)

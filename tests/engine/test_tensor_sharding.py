@@ -47,7 +47,8 @@ def most_while_made(job: Job, model: dict[str, Any], split: dict[str, Any]) -> t
     data = token_bundle()
     make_engine(job, recipe(model=LARGE | SIZES), split, data)  # what is imported and allocated once
     gc.collect()
-    held, before = reachable_tensor_bytes(), anonymous_bytes()
+    held = reachable_tensor_bytes()
+    before = anonymous_bytes()
     with track_peak_anonymous_bytes() as most:
         engine = make_engine(job, recipe(model=model), split, data)
     size = 4 * engine.num_parameters

@@ -21,7 +21,9 @@ from pipeline.planner import model as chunks
 
 pytestmark = pytest.mark.slow
 
-WORDS, WIDTH, TOKENS = 37, 12, 50
+WORDS = 37
+WIDTH = 12
+TOKENS = 50
 ROUNDING = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -50,7 +52,8 @@ def part_of(job: Job) -> VocabularyPart:
 
 def cut(job: Job, cases):
     """(loss, gradients of the hidden states, of this rank's rows and of their biases) of each."""
-    own, found = (slice(0, 20), slice(20, WORDS))[job.ranks.rank], []
+    own = (slice(0, 20), slice(20, WORDS))[job.ranks.rank]
+    found = []
     with (
         patch.object(chunks, "CPU_LOGITS_CHUNK", (16 * 20 * 2, 1)),
         patch.object(chunks, "CPU_SOFTMAX_ELEMENTS", 3 * 20),
@@ -101,7 +104,8 @@ def held(job: Job, models):
     found = []
     for model in models:
         engine = make_engine(job, recipe(model=model), zero(1) | TENSOR_2, token_bundle())
-        head, words = engine.module.get_output_embeddings(), engine.module.get_input_embeddings()
+        head = engine.module.get_output_embeddings()
+        words = engine.module.get_input_embeddings()
         part = get_vocabulary_part(head)
         logits = engine.module(input_ids=torch.arange(6)[None]).logits
         found.append((tuple(head.weight.shape), head.weight is words.weight, part.start, tuple(logits.shape)))

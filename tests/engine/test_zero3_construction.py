@@ -33,7 +33,8 @@ def whole_weights(job: Job, limit: int) -> list[torch.Tensor]:
         "zero_optimization": {"stage": 3},
     }
     sharding = zero3.Zero3Sharding(deepspeed, torch.float32)
-    known, zero3._GatherOnUse.MAX_ELEMENTS = zero3._GatherOnUse.MAX_ELEMENTS, limit
+    known = zero3._GatherOnUse.MAX_ELEMENTS
+    zero3._GatherOnUse.MAX_ELEMENTS = limit
     try:
         torch.manual_seed(3)
         with sharding.construct():

@@ -80,7 +80,8 @@ def losses_after_an_evaluation(job: Job, mode: str) -> list[float]:
     tree = recipe(model=TINY | {"activation_checkpointing": mode})
     data, (config, resolved) = token_bundle(), resolve(tree, deepspeed_json(3), job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
-    loader, objective = build_loader(config, resolved.batch_plan, data, engine), build_objective(config)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
+    objective = build_objective(config)
     evaluate(engine, objective, build_eval_loader(config, resolved.batch_plan, data, engine), job)
     steps = [engine.train_step(loader.next_group(), objective, 1e-3, False) for _ in range(2)]
     return [float(step.loss_sum) for step in steps]

@@ -20,7 +20,9 @@ from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_eval_loader
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
-WEB, CODE, NEWS = MaskedTokens(7, seed=1), MaskedTokens(12, seed=2), MaskedTokens(5, seed=3)
+WEB = MaskedTokens(7, seed=1)
+CODE = MaskedTokens(12, seed=2)
+NEWS = MaskedTokens(5, seed=3)
 
 
 def evaluated(job: Job, sets, eval_sets=(), tree=None, max_samples=None):
@@ -42,7 +44,8 @@ def tokens(dataset):
 
 
 def test_the_total_is_the_mean_over_all_tokens_not_over_sets():
-    web, code = evaluated(ALONE, {"web": WEB}), evaluated(ALONE, {"code": CODE})
+    web = evaluated(ALONE, {"web": WEB})
+    code = evaluated(ALONE, {"code": CODE})
     assert set(web) == {"eval/loss", "eval/perplexity"}  # one set: no name
     both = evaluated(ALONE, {"web": WEB, "code": CODE})
     assert list(both) == ["eval/loss", "eval/perplexity", "eval/web/loss", "eval/code/loss"]

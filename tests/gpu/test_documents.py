@@ -24,7 +24,8 @@ def attended(device: str, dtype: torch.dtype, groups: int, bounds: torch.Tensor,
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(3, 256, heads, 64, generator=generator) for heads in (4, groups, groups)]
     inputs = [each.to(dtype).to(device).transpose(1, 2).requires_grad_() for each in drawn]
-    bounds, weights = bounds.to(device), weights.to(device)
+    bounds = bounds.to(device)
+    weights = weights.to(device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

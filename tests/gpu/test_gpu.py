@@ -40,7 +40,8 @@ def test_every_split_of_one_gpu_gives_the_cpus_curve(gpu, case):
     """Plain, every ZeRO stage, offloaded, recomputed, compiled, in each precision."""
     if why := missing(case):
         pytest.skip(why)
-    got, expected = gpu.run(train, case.recipe, case.json)[0], oracle(case)
+    got = gpu.run(train, case.recipe, case.json)[0]
+    expected = oracle(case)
     assert largest_difference(got.losses, expected.losses) < BANDS[case.precision][0]
     assert largest_difference(got.grad_norms, expected.grad_norms) < BANDS[case.precision][1]
 
@@ -127,7 +128,8 @@ def test_peaks_of_memory_are_those_since_the_last_row():
     meter.read_and_reset()
     held = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     del held
-    high, low = meter.read_and_reset(), meter.read_and_reset()
+    high = meter.read_and_reset()
+    low = meter.read_and_reset()
     assert high["memory/peak_allocated_gib"] >= 0.25 + low["memory/peak_allocated_gib"]
     assert high["memory/peak_reserved_gib"] >= 0.25
     assert low["memory/alloc_retries"] == 0

@@ -25,7 +25,8 @@ def built(sharding, draws=True, **named):
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # the second ties its embeddings
 def test_they_are_those_of_a_cpu(tmp_path, architecture, dtype):
     new = {"architecture": architecture, **SIZES}
-    expected, there = built(NoSharding(), **new), DevicePlacement(torch.device("cuda"), dtype)
+    expected = built(NoSharding(), **new)
+    there = DevicePlacement(torch.device("cuda"), dtype)
     expected.save_pretrained(tmp_path)
     for named in (new, {"pretrained": str(tmp_path)}):
         found = dict(built(there, **named).named_parameters())

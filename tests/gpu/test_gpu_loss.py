@@ -62,7 +62,8 @@ def test_it_equals_torchs_own_without_a_sync(dtype, rounding, part, is_fused):
     ("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7), (torch.float16, 2**-9)]
 )
 def test_compiled_kernels_of_logits_make_their_gradient_alone_without_a_sync(dtype, rounding, caplog):
-    kernels, generator = FusedKernels(), torch.Generator("cuda").manual_seed(0)
+    kernels = FusedKernels()
+    generator = torch.Generator("cuda").manual_seed(0)
     make = {"generator": generator, "device": "cuda"}
     for tokens in (300, 1024):  # the first one is compiled for, the other one must not be
         logits = (3 * torch.randn(tokens, 50257, **make)).to(dtype).requires_grad_()
@@ -79,7 +80,8 @@ def test_compiled_kernels_of_logits_make_their_gradient_alone_without_a_sync(dty
         if tokens == 1024:  # tuning the kernels, in the first call, copies what they write to
             size = logits.numel() * logits.element_size()
             assert torch.cuda.max_memory_allocated() - before < 1.05 * size
-        found, logits.grad = logits.grad, None
+        found = logits.grad
+        logits.grad = None
         expected = cross_entropy_sum(logits, labels)
         (expected * 1e-2).backward()
         torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)

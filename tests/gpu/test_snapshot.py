@@ -45,7 +45,8 @@ def check(snapshot, layout, live, expected, path, kind="weight"):
 
 
 def test_a_step_behind_the_copy_changes_nothing_of_it(tmp_path, tensors):
-    expected, layout = [tensor.cpu() for tensor in tensors], FileLayout.of(shards_of(tensors))
+    expected = [tensor.cpu() for tensor in tensors]
+    layout = FileLayout.of(shards_of(tensors))
     live = write_file(tmp_path / "live", layout, stream_shards(layout, shards_of(tensors)))
     snapshot = snapshot_of(layout)
     for turn in range(2):  # the buffers are used again
@@ -83,7 +84,8 @@ def test_forward_and_backward_run_beside_the_copy(tensors):
 
 
 def test_buffers_may_change_at_once(tmp_path, tensors):
-    expected, layout = [tensor.cpu() for tensor in tensors], FileLayout.of(shards_of(tensors, "buffer"))
+    expected = [tensor.cpu() for tensor in tensors]
+    layout = FileLayout.of(shards_of(tensors, "buffer"))
     live = write_file(tmp_path / "live", layout, stream_shards(layout, shards_of(tensors, "buffer")))
     snapshot = snapshot_of(layout)
     snapshot.fill(shards_of(tensors, "buffer"))
@@ -94,7 +96,8 @@ def test_buffers_may_change_at_once(tmp_path, tensors):
 
 def test_what_nobody_holds_any_longer_is_copied_as_it_was(tmp_path, tensors):
     """An engine copies what lies in pieces, and lets go of it; its memory is soon another tensor's."""
-    expected, layout = [tensor.cpu() for tensor in tensors], FileLayout.of(shards_of(tensors))
+    expected = [tensor.cpu() for tensor in tensors]
+    layout = FileLayout.of(shards_of(tensors))
     live = write_file(tmp_path / "live", layout, stream_shards(layout, shards_of(tensors)))
     snapshot = snapshot_of(layout)
     with torch.cuda.stream(stream := torch.cuda.Stream()):

@@ -129,7 +129,8 @@ def test_keys_and_values_of_two_widths_make_no_square_either():
 def test_logits_and_gradients_are_those_of_transformers_eager(architecture, is_packed):
     """Results of each document alone: in one row transformers' gpt_oss lets them see each other."""
     ids, positions = packed_rows()
-    ours, theirs = make_windowed(architecture).train(), make_windowed(architecture, "eager").train()
+    ours = make_windowed(architecture).train()
+    theirs = make_windowed(architecture, "eager").train()
     if is_packed:
         found = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
         expected = each_alone(theirs, ids)
@@ -158,7 +159,8 @@ def test_what_is_recomputed_is_what_was_computed(architecture, mode):
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "gemma2", "gpt_oss"])
 def test_generation_and_padding_are_transformers_own(architecture):
     """The windows are shorter than the prompt."""
-    ours, theirs = make_windowed(architecture).eval(), make_windowed(architecture, None).eval()
+    ours = make_windowed(architecture).eval()
+    theirs = make_windowed(architecture, None).eval()
     ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -177,7 +179,9 @@ class Calls(TorchDispatchMode):
 
     def __init__(self, of: str):
         super().__init__()
-        self.of, self.names, self.arguments = of, [], None
+        self.of = of
+        self.names = []
+        self.arguments = None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.append(str(function))

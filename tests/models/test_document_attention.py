@@ -47,8 +47,10 @@ def oracle(
 ) -> Tensor:
     """Attention by its definition, in fp64 and with a mask of (B, T, T)."""
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    document, place = (positions == 0).cumsum(1), torch.arange(positions.shape[1])
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
+    document = (positions == 0).cumsum(1)
+    place = torch.arange(positions.shape[1])
     is_seen = (document[:, :, None] == document[:, None]).tril()
     is_seen = is_seen & (place[:, None] - place < sliding_window)
     scores = query @ key.mT / query.shape[-1] ** 0.5

@@ -18,7 +18,9 @@ from pipeline.models.sharding import DevicePlacement, ModelRequest, NoSharding
 
 pytestmark = pytest.mark.slow
 
-CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # the second has no host memory, as a GPU has none
+# the second has no host memory, as a GPU has none
+CPU = torch.device("cpu")
+ELSEWHERE = torch.device("meta")
 ARCHITECTURES = ["llama", "mixtral"]
 
 
@@ -102,7 +104,8 @@ def test_host_memory_has_a_tensor_of_a_pretrained_model_at_a_time(tmp_path):
     config = CausalLMConfig(architecture="llama", **SIZES | {"num_layers": 16})
     build_model(config, ModelRequest(NoSharding(), vocab_size=257), 0).save_pretrained(tmp_path)
     gc.collect()
-    before, watched = reachable_tensor_bytes(), Watched(ELSEWHERE, torch.bfloat16)
+    before = reachable_tensor_bytes()
+    watched = Watched(ELSEWHERE, torch.bfloat16)
     model = build_model(CausalLMConfig(pretrained=str(tmp_path)), ModelRequest(watched), 0)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     # The largest, an embedding, is a twentieth: as it was read, and where it is lent to the model.

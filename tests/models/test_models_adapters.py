@@ -40,7 +40,8 @@ def asked(**adapter):
 def test_a_step_is_that_of_a_loop_over_pefts_own_model(kind):
     from peft import LoraConfig, get_peft_model
 
-    tree, data = asked(kind=kind, dropout=0.0), token_bundle()
+    tree = asked(kind=kind, dropout=0.0)
+    data = token_bundle()
     config, resolved = resolve(tree, PLAIN, 1)
     engine = make_engine(ALONE, tree, PLAIN, data)
     base = make_engine(ALONE, {k: v for k, v in tree.items() if k != "adapter"}, PLAIN, data).module
@@ -61,11 +62,13 @@ def test_a_step_is_that_of_a_loop_over_pefts_own_model(kind):
     optimizer = torch.optim.AdamW(
         parameter_groups(theirs.items(), config.optimizer), lr=1e-2, betas=(0.9, 0.95), eps=1e-8
     )
-    loader, objective = build_loader(config, resolved.batch_plan, data, engine), build_objective(config)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
+    objective = build_objective(config)
     for _ in range(4):
         group = loader.next_group()
         result = engine.train_step(group, objective, 1e-2, False)
-        losses, count = [], sum(int((batch["shift_labels"] != -100).sum()) for batch in group)
+        losses = []
+        count = sum(int((batch["shift_labels"] != -100).sum()) for batch in group)
         optimizer.zero_grad()
         for batch in group:
             logits = model(input_ids=batch["input_ids"]).logits.flatten(0, 1)
@@ -82,7 +85,8 @@ def test_a_step_is_that_of_a_loop_over_pefts_own_model(kind):
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_under_autocast_the_base_is_held_in_bf16_and_no_number_changes(kind, model):
     """A base of the same values in fp32, which autocast rounds for each product, gives the same."""
-    tree, data = asked(kind=kind), token_bundle()
+    tree = asked(kind=kind)
+    data = token_bundle()
     tree["model"] = model
     split = PLAIN | {"bf16": {"enabled": True}}
     config, resolved = resolve(tree, split, 1)
@@ -98,7 +102,8 @@ def test_under_autocast_the_base_is_held_in_bf16_and_no_number_changes(kind, mod
     assert measure_reduced_base(engines[1].module) == (0, 0)
     losses = []
     for engine in engines:
-        loader, objective = build_loader(config, resolved.batch_plan, data, engine), build_objective(config)
+        loader = build_loader(config, resolved.batch_plan, data, engine)
+        objective = build_objective(config)
         results = [engine.train_step(loader.next_group(), objective, 1e-2, False) for _ in range(4)]
         losses.append([(float(result.loss_sum), float(result.grad_norm)) for result in results])
     assert losses[0] == losses[1]
@@ -173,7 +178,9 @@ def test_first_values_follow_from_seed_and_name_alone():
             for name, layer in find_adapter_layers(engine.module)
         }
 
-    one, fewer, other = first(), first(adapter={"rank": 4, "targets": ["v_proj"]}), first(seed=1)
+    one = first()
+    fewer = first(adapter={"rank": 4, "targets": ["v_proj"]})
+    other = first(seed=1)
     assert all(torch.equal(one[name], values) for name, values in fewer.items())
     assert not any(torch.equal(one[name], values) for name, values in other.items())
     assert len({float(values.flatten()[0]) for values in one.values()}) == len(one)

@@ -51,7 +51,8 @@ def cast(x, dtype, dim=None):
     return ((x * scale).to(dtype).double() / scale).float()
 
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -62,7 +63,9 @@ def test_a_layers_products_are_those_of_numbers_cast_to_fp8(name):
     x = torch.randn(3, 5, 32, requires_grad=True)
     g = torch.randn(3, 5, 64)
     layer(x).backward(g)
-    X, W, G = x.detach().flatten(0, 1), layer.weight.detach(), g.flatten(0, 1)
+    X = x.detach().flatten(0, 1)
+    W = layer.weight.detach()
+    G = g.flatten(0, 1)
     rows, columns = (None, None) if name == "tensorwise" else (1, 0)
     of_gradients = E5M2 if name == "tensorwise" else E4M3
     output = cast(X, E4M3, rows) @ cast(W, E4M3, rows).T
@@ -109,7 +112,8 @@ def test_a_model_without_such_layers_is_refused():
 
 def test_nothing_but_weights_themselves_is_kept_of_weights():
     """A view of one keeps what ZeRO 3 has gathered."""
-    model, kept = language_model(), []
+    model = language_model()
+    kept = []
     of_weights = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
     with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         model(input_ids=torch.arange(8).view(1, 8), use_cache=False)

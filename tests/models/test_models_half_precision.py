@@ -27,7 +27,8 @@ class Own(nn.BatchNorm2d):
     """A subclass."""
 
 
-IMAGE, ROW = (6, 8, 5, 5), (6, 7, 8)
+IMAGE = (6, 8, 5, 5)
+ROW = (6, 7, 8)
 LAYERS = {
     "BatchNorm1d": (lambda: nn.BatchNorm1d(8), (6, 8)),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(8), IMAGE),
@@ -89,7 +90,8 @@ def test_a_layer_computes_what_it_computes_in_fp32(name, dtype, given):
         for p in plain.parameters():
             p.copy_(p.to(dtype))
     layer = halved(layer, dtype)
-    names, dtypes = list(plain.state_dict()), [buffer.dtype for buffer in plain.buffers()]
+    names = list(plain.state_dict())
+    dtypes = [buffer.dtype for buffer in plain.buffers()]
     expected = result(plain, x.float())
     with torch.autocast("cpu", dtype):
         found = result(layer, x if given == "half" else x.float())

@@ -64,7 +64,8 @@ def test_gpt2s_gelu_is_one_operation_and_the_same_function():
     at_once = [block.mlp.act for block in model.transformer.h]
     assert [(type(each), each.approximate) for each in at_once] == [(nn.GELU, "tanh")] * 2
     x = torch.linspace(-8, 8, 999, requires_grad=True)
-    given, expected = at_once[0](x), written_out(x)
+    given = at_once[0](x)
+    expected = written_out(x)
     torch.testing.assert_close(given, expected)
     torch.testing.assert_close(
         *(torch.autograd.grad(each.sum(), x)[0] for each in (given, expected)), rtol=1e-5, atol=2e-6

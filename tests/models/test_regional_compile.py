@@ -82,7 +82,8 @@ def test_blocks_of_any_number_share_one_graph_and_give_what_they_gave(architectu
 def test_what_a_block_recomputes_is_in_its_graph(mode, kinds):
     expected = gradients(language_model(), batch())
     model = language_model(activation_checkpointing=mode)
-    graphs, calls = compiled(model), []
+    graphs = compiled(model)
+    calls = []
     for block in model.model.layers:
         block.register_forward_pre_hook(lambda *_: calls.append(1))
     for _ in range(2):

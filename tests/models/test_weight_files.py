@@ -24,7 +24,8 @@ PLAIN = {"torch": {"parallel": "single"}}
 
 def in_shards(folder, state, suffix, save):
     """Two files and their index, as transformers names them."""
-    names, places = list(state), {}
+    names = list(state)
+    places = {}
     stem = "model" if suffix == "safetensors" else "pytorch_model"
     for number, part in ((1, names[::2]), (2, names[1::2])):
         file = f"{stem}-{number:05d}-of-00002.{suffix}"
@@ -68,7 +69,8 @@ def test_a_folder_that_transformers_wrote(tmp_path, shard_size):
 
 
 def test_a_snapshot_in_the_hubs_cache_is_made_of_links(tmp_path):
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     save_file(copy_state(cnn(seed=3)), blobs / "abc")
@@ -100,7 +102,8 @@ def test_other_precisions_are_loaded_into_fp32(tmp_path, dtype):
 def run(tmp_path_factory):
     """(a run directory with the checkpoints of two steps, the weights in each)."""
     folder = tmp_path_factory.mktemp("run")
-    store, kept = make_store(folder / "checkpoints", ALONE), {}
+    store = make_store(folder / "checkpoints", ALONE)
+    kept = {}
     for step in (1, 2):
         engine = make_engine(ALONE, recipe(seed=step), PLAIN, token_bundle())
         assert store.save(engine, {"global_step": step}, wait=True).problem is None
@@ -117,7 +120,8 @@ def test_a_run_directory_gives_its_newest_checkpoint(run):
 
 
 def test_a_damaged_checkpoint_is_never_read(run, tmp_path):
-    folder, kept = shutil.copytree(run[0], tmp_path / "run"), run[1]
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    kept = run[1]
     for number, path in enumerate(sorted((folder / "checkpoints").glob("step-*/rank-*"), reverse=True)):
         content = bytearray(path.read_bytes())
         content[-5] ^= 1
@@ -165,10 +169,8 @@ class Hostile:
 
 @pytest.mark.parametrize("how", ["torch", "before 1.6", "bare", "shard"])
 def test_nothing_in_a_hostile_pickle_is_run(tmp_path, how):
-    content, path = (
-        copy_state(small()) | {"first.bias": Hostile(tmp_path / "ran")},
-        tmp_path / "pytorch_model.bin",
-    )
+    content = copy_state(small()) | {"first.bias": Hostile(tmp_path / "ran")}
+    path = tmp_path / "pytorch_model.bin"
     if how == "bare":
         path.write_bytes(pickle.dumps(content, protocol=2))
     else:
@@ -195,7 +197,8 @@ def test_a_whole_pickled_module_is_told_what_to_save(tmp_path):
 )
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_nothing_outside_the_folder_is_read(tmp_path, name, suffix):
-    folder, outside = tmp_path / "model", tmp_path / f"w.{suffix}"
+    folder = tmp_path / "model"
+    outside = tmp_path / f"w.{suffix}"
     (folder / "below").mkdir(parents=True)
     (save_file if suffix == "safetensors" else torch.save)(copy_state(small(seed=3)), outside)
     name = str(outside) if name == "ABSOLUTE" else name.replace("safetensors", suffix)

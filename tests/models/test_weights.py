@@ -114,7 +114,8 @@ def test_all_that_does_not_fit_is_named_in_one_line(tmp_path):
 
 
 def test_not_strict_loads_what_fits_and_says_the_rest_once(tmp_path):
-    there, before = copy_state(small(seed=3)), copy_state(small())
+    there = copy_state(small(seed=3))
+    before = copy_state(small())
     with capture_logs() as lines:
         model = load(small(), changed(there, tmp_path), strict=False)
     assert_same(model, there | {name: before[name] for name in ("norm.running_mean", "first.weight")})
@@ -148,7 +149,8 @@ def test_values_of_another_kind_do_not_fit(tmp_path, value, told):
 
 @pytest.mark.slow
 def test_of_tied_weights_one_is_enough(tmp_path):
-    tied, state = llama(seed=3, extra=TIED), copy_state(llama(seed=3, extra=TIED))
+    tied = llama(seed=3, extra=TIED)
+    state = copy_state(llama(seed=3, extra=TIED))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     for left_out in ("lm_head.weight", "model.embed_tokens.weight"):
         save_file({n: v for n, v in state.items() if n != left_out}, tmp_path / "w.safetensors")
@@ -249,7 +251,8 @@ def test_a_pretrained_model_grows_too(tmp_path, architecture, extra):
     for name, value in old.state_dict().items():
         assert torch.equal(state[name][: len(value)], value), name
         torch.testing.assert_close(state[name], grown(value, len(state[name])), rtol=0, atol=1e-9)
-    head, words = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    words = model.get_input_embeddings()
     assert (head.weight is words.weight) == (old.lm_head.weight is old.get_input_embeddings().weight)
     assert (model.config.vocab_size, words.num_embeddings, head.out_features) == (257, 257, 257)
     assert all(p.requires_grad for p in model.parameters())
@@ -274,7 +277,8 @@ def test_a_pretrained_model_grows_too(tmp_path, architecture, extra):
 
 @pytest.mark.slow
 def test_a_run_starts_from_them_and_one_that_goes_on_does_not_read_them(tmp_path):
-    path, model = tmp_path / "w.safetensors", recipe()["model"]
+    path = tmp_path / "w.safetensors"
+    model = recipe()["model"]
     expected = copy_state(llama(seed=3))
     save_file(expected, path)
     config, resolved = resolve(recipe(model=model | {"weights": str(path)}), PLAIN, 1)

@@ -57,7 +57,8 @@ def test_power_is_of_all_ranks_and_the_hottest_is_told(answers, other, row):
 
 
 def test_the_driver_is_asked_once_a_second():
-    driver, clock = Driver(80, 650_000, 61), FakeClock()
+    driver = Driver(80, 650_000, 61)
+    clock = FakeClock()
     meter = GpuMeter(CUDA, driver.questions(), clock)
     assert meter.read() == [0.8, 650.0, 61.0]
     driver.answers[0] = 90

@@ -64,7 +64,8 @@ def test_rates_leave_out_what_is_not_training():
 
 
 def test_what_is_recomputed_is_work_of_the_hardware_alone():
-    clock, again = FakeClock(), [0.0]
+    clock = FakeClock()
+    again = [0.0]
     work = replace(WORKLOAD, recomputed_flops=lambda: again[0])
     meter = Meters(work, ALONE, clock)
     for recomputed in (0.0, 2e9):

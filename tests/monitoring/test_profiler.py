@@ -30,7 +30,8 @@ from pipeline.training.loop import TrainLoop
 
 
 def profiler_of(config, parts, folder: Path):
-    start, tell = parts.start.global_step, parts.trackers.tell
+    start = parts.start.global_step
+    tell = parts.trackers.tell
     return build_profiler(config, folder, job=parts.job, start=start, tell=tell)
 
 
@@ -184,7 +185,8 @@ def test_steps_have_the_numbers_of_the_run_and_no_share_of_its_time(tmp_path, st
 def test_the_most_expensive_operators_are_told_with_their_shares():
     class Row:
         def __init__(self, key, time):
-            self.key, self.self_cpu_time_total = key, time
+            self.key = key
+            self.self_cpu_time_total = time
 
     rows = [Row("a", 10), Row("b", 60), Row("c", 30), Row("d", 0)]
     assert format_most_expensive(rows, "self_cpu_time_total") == "b 60 %, c 30 %, a 10 %"

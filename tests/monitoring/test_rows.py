@@ -40,7 +40,10 @@ class Engine:
     """An engine that in one step is sent a signal or fails, or whose gradients are infinite."""
 
     def __init__(self, engine, event=None, at=0, skips=False):
-        self._engine, self._event, self._at, self._skips = engine, event, at, skips
+        self._engine = engine
+        self._event = event
+        self._at = at
+        self._skips = skips
         self.steps = 0
 
     def __getattr__(self, name):

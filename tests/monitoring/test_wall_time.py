@@ -85,7 +85,8 @@ def test_a_process_goes_on_where_its_run_was_and_what_was_lost_counts_as_lost():
 
 
 def test_what_was_before_is_read_from_the_record_as_it_was_left(tmp_path):
-    record, state = tmp_path / "metrics.jsonl", {"elapsed_seconds": 50.0, "training_seconds": 30.0}
+    record = tmp_path / "metrics.jsonl"
+    state = {"elapsed_seconds": 50.0, "training_seconds": 30.0}
     assert PriorUsage.read(record, {}) == PriorUsage()
     assert PriorUsage.read(record, state) == PriorUsage(50.0, 30.0)
     row = {"step": 7, "perf/elapsed_seconds": 80.0, "perf/cost": 3.0}
@@ -203,7 +204,10 @@ class Mortal:
     """An engine whose steps from one on are slow, and that dies in another."""
 
     def __init__(self, engine, slow, dies):
-        self._engine, self._slow, self._dies, self._steps = engine, slow, dies, 0
+        self._engine = engine
+        self._slow = slow
+        self._dies = dies
+        self._steps = 0
 
     def __getattr__(self, name):
         return getattr(self._engine, name)

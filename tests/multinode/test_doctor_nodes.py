@@ -21,7 +21,8 @@ class Report:
     """Rows that `python -m pipeline doctor` printed, each with its fix behind it."""
 
     def __init__(self, code: int, said: str):
-        self.code, self.said = code, said
+        self.code = code
+        self.said = said
         self.rows: list[str] = []
         for line in said.splitlines():
             if line.lstrip().startswith("->") and self.rows:

@@ -146,23 +146,29 @@ def test_a_large_logit_is_exact_and_one_that_is_no_number_reaches_the_loss(logit
 
 @pytest.mark.slow
 def test_besides_the_gradients_only_a_chunk_of_logits_and_pieces_are_allocated(monkeypatch, tmp_path):
-    tokens, words, mib = 192, 1 << 15, 1 << 20
+    tokens = 192
+    words = 1 << 15
+    mib = 1 << 20
     monkeypatch.setattr(chunks, "CPU_LOGITS_CHUNK", (64 * words * 2, 1))
     monkeypatch.setattr(chunks, "CPU_SOFTMAX_ELEMENTS", words)
     monkeypatch.setattr(linear, "CPU_GRADIENT_ELEMENTS", 1 << 12)
-    hidden, weight = torch.randn(tokens, 32).bfloat16(), torch.randn(words, 32).bfloat16()
+    hidden = torch.randn(tokens, 32).bfloat16()
+    weight = torch.randn(words, 32).bfloat16()
     labels = torch.randint(0, words, (tokens,))
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as seen:
         linear_cross_entropy_sum(hidden, weight.requires_grad_(), None, labels, torch.bfloat16)
     seen.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    held, most = 0, 0
+    held = 0
+    most = 0
     for event in events:
         if event.get("name") == "[memory]":
             held += event["args"]["Bytes"]
             most = max(most, held)
-    chunk, gradient = 64 * words * 2 / mib, words * 32 * 4 / mib  # 4 MiB each; an fp32 copy would be 8 or 4
+    # 4 MiB each; an fp32 copy would be 8 or 4
+    chunk = 64 * words * 2 / mib
+    gradient = words * 32 * 4 / mib
     packed = words * 32 * 2 / mib  # the weights as AMX multiplies them: oneDNN's own, on CPUs that have it
     assert chunk + gradient <= most / mib <= chunk + gradient + packed + 1
 
@@ -207,7 +213,8 @@ PLAIN = ("llama", "qwen2", "phi", "gpt2", "gemma", "mixtral")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_plain_models_gradients_are_those_of_its_logits(kind):
-    model, batch = small(kind), tokens()
+    model = small(kind)
+    batch = tokens()
     assert OutputHeads().find(model) is model.get_output_embeddings()
     CausalLM()(model, batch).loss_sum.backward()
     found = {name: p.grad for name, p in model.named_parameters()}
@@ -228,7 +235,8 @@ SCALED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_model_that_changes_its_logits_keeps_them(kind):
-    model, batch = small(kind, **SCALED[kind]), tokens()
+    model = small(kind, **SCALED[kind])
+    batch = tokens()
     assert OutputHeads().find(model) is None
     logits = model(input_ids=batch["input_ids"]).logits
     expected = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
@@ -258,7 +266,8 @@ def test_a_model_is_compiled_whole_with_its_logits():
 
 
 def test_the_model_is_left_as_it_was(llama):
-    batch, before = tokens(), dict(llama._modules)
+    batch = tokens()
+    before = dict(llama._modules)
     CausalLM()(llama, batch)
     assert dict(llama._modules) == before
     assert llama(input_ids=batch["input_ids"]).logits.shape == (3, 10, WORDS)

@@ -28,7 +28,8 @@ def test_it_equals_torchs_own(monkeypatch, dtype, ignored, filled):
     monkeypatch.setitem(chunks.VOCABULARY_MULTIPLES, "cpu", filled)
     *parts, labels = make(50, 70, dtype, ignored=ignored)
     incoming = torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found, expected = leaves_of(*parts), leaves_of(*(part.double() for part in parts))
+    found = leaves_of(*parts)
+    expected = leaves_of(*(part.double() for part in parts))
     losses = linear_token_losses(*found, labels, dtype)
     own = F.cross_entropy(F.linear(*expected), labels, ignore_index=IGNORE_INDEX, reduction="none")
     rounding = ROUNDING[dtype]
@@ -53,7 +54,8 @@ def test_a_layer_that_is_not_trained_costs_no_product():
 def test_those_of_logits_take_any_incoming_gradient():
     hidden, weight, _, labels = make(30, 50, torch.float32, ignored=0.2)
     incoming = torch.randn(30)
-    found, expected = leaves_of(hidden @ weight.t()), leaves_of(hidden @ weight.t())
+    found = leaves_of(hidden @ weight.t())
+    expected = leaves_of(hidden @ weight.t())
     (cross_entropy_per_token(found[0], labels) * incoming).sum().backward()
     own = F.cross_entropy(expected[0], labels, ignore_index=IGNORE_INDEX, reduction="none")
     (own * incoming).sum().backward()

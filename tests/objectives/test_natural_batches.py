@@ -28,7 +28,9 @@ from pipeline.data.sampler import MixtureOrder, SourceShare
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives import CausalLM, Classification, CustomLoss, ModelCall, ModelLoss
 
-X, Y, W = torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 2]), torch.tensor([0.5, 1.0, 2.0])
+X = torch.arange(6.0).view(3, 2)
+Y = torch.tensor([0, 1, 2])
+W = torch.tensor([0.5, 1.0, 2.0])
 Sample = namedtuple("Sample", ["image", "width"])
 
 
@@ -238,7 +240,8 @@ def test_the_forwards_signature_says_what_goes_in(forward, batch, expected):
     known = {id(value): key for key, value in entries.items()}
     for place, value in enumerate(entries["inputs"] if isinstance(entries.get("inputs"), tuple) else ()):
         known[id(value)] = f"inputs.{place}"
-    call, model = ModelCall(), Recorder(forward)
+    call = ModelCall()
+    model = Recorder(forward)
     for wrapped in (model, DataParallel(model), DataParallel(DataParallel(model))):
         given = call(wrapped, entries)
         assert {name: known.get(id(value)) for name, value in given.items()} == expected
@@ -432,7 +435,8 @@ def test_what_an_entry_indexes_in_the_first_call_later_batches_are_held_to():
             x = self.small(ids.view(-1)) + self.large(ids)
             return x + self.large(kinds) + self.large(shifted + 1) + self.small(same)
 
-    call, model = ModelCall(), Words()
+    call = ModelCall()
+    model = Words()
 
     def given(ids, kinds=Y, shifted=Y, too=Y):
         clones = {"ids": ids.clone(), "kinds": kinds.clone(), "shifted": shifted.clone()}

@@ -60,7 +60,8 @@ def assert_mean(loss, expected):
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_causal_lm_has_transformers_loss_and_gradient(model, tokens, name):
     input_ids, labels = tokens
-    weight, batch = model.lm_head.weight, {"input_ids": input_ids, name: labels}
+    weight = model.lm_head.weight
+    batch = {"input_ids": input_ids, name: labels}
     loss = CausalLM()(model, batch)
     expected = model(**{"labels": labels} | batch).loss
     assert_mean(loss, expected)
@@ -272,7 +273,8 @@ def of_global_batch(objective, batch, size):
         micro_batch = {key: value[start : start + size] for key, value in batch.items()}
         losses.append(objective(model, micro_batch))
         assert losses[-1].count == objective.count(micro_batch)
-    loss_sum, count = sum(loss.loss_sum for loss in losses), sum(loss.count for loss in losses)
+    loss_sum = sum(loss.loss_sum for loss in losses)
+    count = sum(loss.count for loss in losses)
     (loss_sum / count).backward()
     return (loss_sum / count).detach(), model.weight.grad
 

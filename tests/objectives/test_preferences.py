@@ -78,7 +78,8 @@ def test_places_without_a_pair_add_nothing_and_have_no_gradient():
 
     config, resolved = resolve(make_recipe("orpo"), None, 1)
     engine = build_engine(config, resolved, ALONE, preference_bundle())
-    batch, objective = batch_of(), build_objective(config)
+    batch = batch_of()
+    objective = build_objective(config)
     with torch.no_grad():
         plain = objective(engine.module, batch)
     wide = as_batch(dict(batch))
@@ -96,13 +97,12 @@ def test_places_without_a_pair_add_nothing_and_have_no_gradient():
 def test_an_evaluation_with_kto_takes_the_baseline_of_all_held_out_answers():
     config, resolved = resolve(make_recipe("kto", 2), None, 1)
     data = preference_bundle(examples=True)
-    engine, objective = build_engine(config, resolved, ALONE, data), build_objective(config)
+    engine = build_engine(config, resolved, ALONE, data)
+    objective = build_objective(config)
     row = evaluate(engine, objective, build_eval_loader(config, resolved.batch_plan, data, engine), ALONE)
     held_out = data.eval["held out"]
-    batch, recorded = (
-        as_batch(collate_items([*map(held_out.__getitem__, range(12))])),
-        LogprobRecorder(objective),
-    )
+    batch = as_batch(collate_items([*map(held_out.__getitem__, range(12))]))
+    recorded = LogprobRecorder(objective)
     engine.eval_step(batch, recorded)
     beyond = (recorded.logps_BS - batch["reference_logps"])[batch["segment_kinds"] == 3]
     assert row["eval/kl"] == pytest.approx(float(beyond.mean()), rel=1e-6)

@@ -40,9 +40,11 @@ def tree_of(model, micro_batch_size: int = 2):
 
 def train_rows(job: Job, tree, deepspeed) -> list[tuple[float, float, float]]:
     """(loss, router loss, gradient norm) of each step, as the run logs them."""
-    data, config = token_bundle(), settings(tree, deepspeed).config
+    data = token_bundle()
+    config = settings(tree, deepspeed).config
     _, resolved = resolve(tree, deepspeed, job.ranks.world_size)
-    engine, objective = make_engine(job, tree, deepspeed, data), build_objective(config)
+    engine = make_engine(job, tree, deepspeed, data)
+    objective = build_objective(config)
     loader = build_loader(config, resolved.batch_plan, data, engine)
     meters = build_meters(config, resolved, job=job, engine=engine, objective=objective, directory=Path())
     rows = []
@@ -61,7 +63,8 @@ def oracle(architecture: str) -> list[tuple[float, float, float]]:
     config, resolved = resolve(tree, None, 1)
     data = token_bundle()
     engine = make_engine(ALONE, tree, None, data)
-    model, optimizer = engine.module, engine._optimizer
+    model = engine.module
+    optimizer = engine._optimizer
     loader = build_loader(config, resolved.batch_plan, data, engine)
     rows = []
     for _ in range(STEPS):
@@ -120,7 +123,8 @@ def test_dropout_draws_the_same_when_the_tokens_are_counted():
     chosen = []
     engine.module.model.layers[1].mlp.gate.register_forward_hook(lambda *call: chosen.append(call[2][2]))
     engine.train_step(loader.next_group(), build_objective(config), 3e-4, 0)
-    counting, training = chosen[:2], chosen[2:]
+    counting = chosen[:2]
+    training = chosen[2:]
     assert len(training) == 2
     assert all(map(torch.equal, counting, training))
 

@@ -29,7 +29,8 @@ MODEL: dict[str, Any] = {
 
 def kept_bytes(mode: str | int, **model_keys: Any) -> int:
     """Activations alive between forward and backward of 4 x 256 tokens, of the second of two."""
-    model, batch = _model(mode, **model_keys), _batch()
+    model = _model(mode, **model_keys)
+    batch = _batch()
     CausalLM()(model, batch).loss_sum.backward()
     tracker = MemTracker()
     tracker.track_external(model)
@@ -42,7 +43,8 @@ def kept_bytes(mode: str | int, **model_keys: Any) -> int:
 
 def step_seconds(mode: str | int) -> float:
     """Median of a forward and backward over 4 x 256 tokens."""
-    model, batch = _model(mode), _batch()
+    model = _model(mode)
+    batch = _batch()
     seconds = []
     for _ in range(17):
         start = time.perf_counter()
@@ -64,9 +66,11 @@ def _batch() -> dict[str, torch.Tensor]:
 
 def activation_table() -> str:
     """One row a mode, for 4 blocks of width 256."""
-    rows, base = [], None
+    rows = []
+    base = None
     for mode in MODES:
-        kept, seconds = kept_bytes(mode), step_seconds(mode)
+        kept = kept_bytes(mode)
+        seconds = step_seconds(mode)
         base = base or (kept, seconds)
         row = f"| `{mode}` | {kept / 2**20:.0f} MiB | {kept / base[0]:.2f} | {seconds / base[1]:.2f} |"
         print(row, flush=True)

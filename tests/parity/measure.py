@@ -51,7 +51,10 @@ def train(
     engine = build_engine(config, resolved, job, data)
     loader = build_loader(config, resolved.batch_plan, data, engine)
     objective = build_objective(config, resolved.compile)
-    losses, norms, samples, seconds = [], [], [], 0.0
+    losses = []
+    norms = []
+    samples = []
+    seconds = 0.0
     for step in range(steps):
         seed_step(config.seed, step, engine.seed_rank)
         rate = config.optimizer.learning_rate * learning_rate_multiplier(config.schedule, step, STEPS)

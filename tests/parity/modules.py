@@ -109,7 +109,8 @@ class Attention(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(self.norm(x)).chunk(3, -1)
         )
-        q, k = self.turned(q), self.turned(k)
+        q = self.turned(q)
+        k = self.turned(k)
         weights = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + self.mask).softmax(-1)
         return x + self.out((weights @ v).transpose(1, 2).flatten(2))
 
@@ -211,7 +212,8 @@ def train_module(job: Job, name: str, split: dict[str, Any] | None) -> Curve:
     engine = build_engine(config, resolved, job, data)
     loader = build_loader(config, resolved.batch_plan, data, engine)
     objective = build_objective(config)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(STEPS):
         seed_step(config.seed, step, engine.seed_rank)
         result = engine.train_step(loader.next_group(), objective, 3e-3, False)

@@ -83,9 +83,12 @@ def recomputed(mode: str | int) -> dict[str, Any]:
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": str(Path(tempfile.gettempdir()) / "parity-nvme")}
 BUFFERED = NVME | {"buffer_size": 200_000}  # by default five of a hundred million elements each
-TENSOR_2, SEQUENCE_2 = {"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}
-TENSOR_4, SEQUENCE_4 = {"tensor_parallel": {"autotp_size": 4}}, {"sequence_parallel_size": 4}
-TWO_STAGES, FOUR_STAGES = {"pipeline": {"stages": 2}}, {"pipeline": {"stages": 4}}
+TENSOR_2 = {"tensor_parallel": {"autotp_size": 2}}
+SEQUENCE_2 = {"sequence_parallel_size": 2}
+TENSOR_4 = {"tensor_parallel": {"autotp_size": 4}}
+SEQUENCE_4 = {"sequence_parallel_size": 4}
+TWO_STAGES = {"pipeline": {"stages": 2}}
+FOUR_STAGES = {"pipeline": {"stages": 4}}
 STATIC = {"fp16": {"enabled": True, "loss_scale": 256.0}}
 SUMMED = {"data_types": {"grad_accum_dtype": "fp32"}}
 

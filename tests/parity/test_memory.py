@@ -152,7 +152,8 @@ HELD = {"as shipped": ({}, 16, 4), "states in bf16": (PAIR, 10, 0)}
 def test_a_step_at_zero3_adds_the_gradient_of_one_sub_group(ranks, half, held, gradient):
     """And a model of 8 billion parameters fits into a GPU of 139 GiB, with 15 GiB for everything else."""
     shipped = json.loads(FILE.read_text())
-    size, largest = 10_000, MODEL["hidden_size"] * MODEL["intermediate_size"]
+    size = 10_000
+    largest = MODEL["hidden_size"] * MODEL["intermediate_size"]
     shipped["zero_optimization"] |= BUCKETS | {"sub_group_size": size}
     shipped["bf16"] |= {"enabled": True, **half}
     between, within = ranks(1).run(most_held_in_a_step, TREE, shipped)[0]

@@ -43,7 +43,8 @@ class Storages(TorchDispatchMode):
         return result
 
     def _note(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         self._count += 1
         self._known[key] = self._count
         self.came(self._count, size)

@@ -47,7 +47,8 @@ def counted(job: Job, tree: dict[str, Any], split: dict[str, Any], steps: int = 
 
 def _count(engine: Any) -> dict[str, int]:
     gc.collect()
-    module, zero = engine.module, getattr(engine, "_zero_optimizer", None)
+    module = engine.module
+    zero = getattr(engine, "_zero_optimizer", None)
     kinds: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}
     taken: set[int] = set()
     for kind, tensors in (

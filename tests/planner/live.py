@@ -18,7 +18,8 @@ from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
 
-TOKENS, WORDS = 4, 512
+TOKENS = 4
+WORDS = 512
 
 
 class Live(TorchDispatchMode):

@@ -144,14 +144,16 @@ def drawn(case: Case, generator: random.Random) -> Sizes:
         sizes = replace(sizes, rank=generator.randint(1, 12))
     if case.family in MIXTURES:
         # One expert a token is computed otherwise, and so are all of them.
-        experts, chosen = generator.choice([4, 6, 8]), generator.choice([2, 3])
+        experts = generator.choice([4, 6, 8])
+        chosen = generator.choice([2, 3])
         sizes = replace(sizes, experts=experts, experts_per_token=chosen)
     return sizes
 
 
 def solved(case: Case, device: torch.device) -> tuple[dict[str, Any], float]:
     names = [*BASE, *BESIDES.get(case.family, ()), *(OF_ADAPTERS if case.adapted else ())]
-    generator, many = random.Random(0), random.Random(1)
+    generator = random.Random(0)
+    many = random.Random(1)
     wide = _table([drawn(case, many) for _ in range(60)], names)
     # Of products that are the same in this family's models, the first one.
     columns: list[int] = []

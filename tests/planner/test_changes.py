@@ -62,7 +62,8 @@ def test_the_first_rung_that_fits_is_suggested(
 ):
     """Its words make the run that was planned, with the recipe's global batch and as many rows as fit."""
     settings = settings_of(tmp_path, size, rows, length)
-    place, model = resolve_hardware(gpu, None, gpus, nodes), read_model_spec(settings.config)
+    place = resolve_hardware(gpu, None, gpus, nodes)
+    model = read_model_spec(settings.config)
     found = suggest_split(settings, model, place)
     assert found.words[:2] == ("--deepspeed", file)
     assert f"model.activation_checkpointing={recomputes}" in found.words
@@ -82,19 +83,22 @@ def test_the_first_rung_that_fits_is_suggested(
 
 def test_the_command_that_is_told_makes_the_run_that_was_planned(tmp_path):
     """The advice keeps what was typed and what the JSON stated, without the recipe's keys that must go."""
-    recipe, own = settings_of(tmp_path, "7B").recipe_path, tmp_path / "own.json"
+    recipe = settings_of(tmp_path, "7B").recipe_path
+    own = tmp_path / "own.json"
     adam = {"type": "Adam", "params": {"lr": 7e-5, "betas": [0.9, 0.99]}}
     own.write_text(
         json.dumps({"optimizer": adam, "gradient_clipping": 0.5, "zero_optimization": {"stage": 2}})
     )
     typed = ["run_dir=my run", "model.activation_checkpointing=full", "ds.gradient_clipping=0.25"]
     typed += ["ds.gradient_accumulation_steps=4"]
-    settings, place = load_settings(recipe, own, typed), resolve_hardware("h100", None, 8)
+    settings = load_settings(recipe, own, typed)
+    place = resolve_hardware("h100", None, 8)
     suggestion = suggest_split(settings, read_model_spec(settings.config), place)
     command = shlex.split(format_command(settings, place, suggestion).partition(" train ")[2])
     assert command[0::2][:2] == ["--config", "--deepspeed"]
     again = load_settings(command[1], command[3], command[4:])
-    optimizer, config = again.config.optimizer, again.config
+    optimizer = again.config.optimizer
+    config = again.config
     assert (optimizer.learning_rate, optimizer.betas, optimizer.max_grad_norm) == (7e-5, (0.9, 0.99), 0.25)
     assert (config.run_dir, config.model.activation_checkpointing) == ("my run", "none")
     found = forecast(again, read_model_spec(config), place)
@@ -108,7 +112,8 @@ def test_the_command_that_is_told_makes_the_run_that_was_planned(tmp_path):
 def test_what_no_machine_has_in_host_memory_is_not_suggested(tmp_path):
     """405 billion parameters on 8 cards of 80 GB need terabytes beside them."""
     settings = settings_of(tmp_path, "405B")
-    place, model = resolve_hardware("h100", None, 8), read_model_spec(settings.config)
+    place = resolve_hardware("h100", None, 8)
+    model = read_model_spec(settings.config)
     found = suggest_split(settings, model, place)
     assert found.words[1] == "zero3_nvme"
     assert found.forecast.memory.states.disk.total > 2**40 / 8
@@ -187,7 +192,8 @@ def test_what_frees_the_hosts_memory_helps_where_that_is_lacking(tmp_path):
         "batch.micro_batch_size=1",
     )
     settings = settings_of(tmp_path, "7B").with_arguments(words)
-    place, model = resolve_hardware("h100", None, 8, host_memory_gib=64), read_model_spec(settings.config)
+    place = resolve_hardware("h100", None, 8, host_memory_gib=64)
+    model = read_model_spec(settings.config)
 
     def at(changed) -> Forecast:
         return forecast(changed, model, place)

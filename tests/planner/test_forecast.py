@@ -50,7 +50,8 @@ def forecast(split, ranks):
 def test_the_fullest_stage_is_told_with_what_it_has_itself():
     """Ends have few blocks beside the vocabulary: the one behind the first is the fullest."""
     found = forecast(IN_STAGES, STAGES)
-    peaks, blocks = [], []
+    peaks = []
+    blocks = []
     for stage in range(STAGES):
         rank = RankSlice.from_run(found.model, found.config, found.resolved, stage)
         work = MicroBatchSpec.from_run(found.config, found.resolved, rank.own, "cuda", stage)

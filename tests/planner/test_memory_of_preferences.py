@@ -25,7 +25,10 @@ from pipeline.planner.rank import RankSlice
 from pipeline.planner.states import count_buffers, count_states
 from pipeline.training.assemble import build_engine
 
-ROWS, LENGTH, PROMPT, WORDS = 4, 256, 20, 2048
+ROWS = 4
+LENGTH = 256
+PROMPT = 20
+WORDS = 2048
 SIZES = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "vocab_size": WORDS}
 
 
@@ -33,7 +36,8 @@ class LongAnswers(PreferenceRows):
     """Answers of which two fill a row."""
 
     def pair(self, index: int) -> list[tuple[int, Tensor, Tensor, float]]:
-        kinds, size = (1, 3) if self.examples else (1, 2), LENGTH // 2
+        kinds = (1, 3) if self.examples else (1, 2)
+        size = LENGTH // 2
         answer = torch.arange(size) >= PROMPT
         tokens = torch.randint(0, WORDS, (size,), generator=torch.Generator().manual_seed(index))
         return [(kind, tokens, answer, -500.0) for kind in kinds]
@@ -50,7 +54,8 @@ def made_and_said(tree: dict[str, Any], split: dict[str, Any], examples: bool) -
     rows = LongAnswers(examples)
     config, resolved = resolve(tree, split, 1)
     data = DataBundle(rows, {"held out": rows}, collate_items, None, WORDS, None, "answers")
-    engine, objective = build_engine(config, resolved, ALONE, data), build_objective(config)
+    engine = build_engine(config, resolved, ALONE, data)
+    objective = build_objective(config)
     engine.train_step(group(rows, 0, resolved), objective, 1e-3, False)
     batches = group(rows, 1, resolved)
     gc.collect()
@@ -62,7 +67,8 @@ def made_and_said(tree: dict[str, Any], split: dict[str, Any], examples: bool) -
     assert work is not None
     work = replace(work, apart=True)
     rank = RankSlice.from_run(model, config, resolved, on_cpu=True)
-    states, beside = count_states(rank), count_buffers(rank)
+    states = count_states(rank)
+    beside = count_buffers(rank)
     held = states.device
     before = held.weights + held.masters + held.moments + beside.always + count_batch_bytes(work)
     return before + made.most, max(compute_phase_peaks(work, model, states, beside).values())

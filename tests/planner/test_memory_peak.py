@@ -125,7 +125,8 @@ def formula(run: Run, model: ModelSpec, device: str, number: int = 0, ranks: int
     work = MicroBatchSpec.from_run(config, resolved, rank.own, device, stage)
     assert work is not None
     work = replace(work, apart=run.apart)
-    states, beside = count_states(rank), count_buffers(rank)
+    states = count_states(rank)
+    beside = count_buffers(rank)
     held = states.device
     kept = held.weights + held.masters + held.moments + beside.always + count_batch_bytes(work)
     received = (stage > 0) + (stage < work.stages - 1)  # into memory that stays

@@ -133,7 +133,8 @@ def test_every_nth_block_recomputes():
         assert found is not None
         return [block.kept for block in found.blocks]
 
-    whole, least = kept(RecomputePolicy())[0], kept(RecomputePolicy("full"))[0]
+    whole = kept(RecomputePolicy())[0]
+    least = kept(RecomputePolicy("full"))[0]
     assert least == 64 * 64 * 4 < whole
     assert kept(RecomputePolicy("full", 2)) == [least, whole, least, whole]
 

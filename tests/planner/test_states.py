@@ -60,7 +60,8 @@ def daily(case: Case) -> bool:
 
 
 def marked(found: list[Case], is_daily) -> list[Any]:
-    slow, nightly = pytest.mark.slow, pytest.mark.nightly
+    slow = pytest.mark.slow
+    nightly = pytest.mark.nightly
     return [
         pytest.param(case, id=str(case), marks=[slow] if is_daily(case) else [slow, nightly])
         for case in found
@@ -92,7 +93,8 @@ class Further:
     model: dict[str, Any] = field(default_factory=lambda: LLAMA)
 
 
-BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 HALVES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 WHOLE = {"stage3_param_persistence_threshold": 0}
 SGD = {"optimizer": {"kind": "sgd", "learning_rate": 1e-3}}
@@ -176,7 +178,8 @@ def test_a_ratio_leaves_the_first_sub_groups_on_the_gpu():
         split = zero(3, sub_group_size=model.numel // 2, offload_optimizer=CPU | {"ratio": ratio}) | BF16
         return count_states(RankSlice.from_run(model, *resolve(tree, split, 1)))
 
-    all_there, half = held(1.0), held(0.5)
+    all_there = held(1.0)
+    half = held(0.5)
     assert all_there.device.masters == 0
     assert half.device.masters == pytest.approx(all_there.host.masters / 2, rel=0.1)
     assert half.device.masters + half.host.masters == all_there.host.masters
@@ -185,7 +188,8 @@ def test_a_ratio_leaves_the_first_sub_groups_on_the_gpu():
 
 @pytest.mark.parametrize("key", ["partition_config", "preset_model"])
 def test_cuts_that_the_json_states_are_not_guessed(key):
-    tree, section = recipe(model=LLAMA), {"autotp_size": 2, key: {}}
+    tree = recipe(model=LLAMA)
+    section = {"autotp_size": 2, key: {}}
     resolved = resolve(tree, zero(1) | {"tensor_parallel": {"autotp_size": 2}}, 2)[1]
     json = (resolved.deepspeed or {}) | {"tensor_parallel": section}
     with pytest.raises(ConfigError, match=f"tensor_parallel.{key}: the memory of this split is not known"):

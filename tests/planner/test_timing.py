@@ -60,7 +60,8 @@ def test_every_field_of_a_published_run_is_read():
 
 def test_on_one_gpu_a_step_is_its_arithmetic_and_its_optimizer():
     job = replace(JOB, rows=2, micro_batches=3)
-    tokens, step = 6 * 8192, estimate_step_time(job, H100)
+    tokens = 6 * 8192
+    step = estimate_step_time(job, H100)
     assert step.parts["matrix products"] == pytest.approx(6 * job.blocks * tokens / H100.products)
     attention = 6 * 32 * 4096 * 8192 * tokens / (H100.attention * 8192 / (8192 + HALF_ATTENTION_TOKENS))
     assert step.parts["attention"] == pytest.approx(attention)
@@ -71,7 +72,8 @@ def test_on_one_gpu_a_step_is_its_arithmetic_and_its_optimizer():
 
 def test_attention_is_priced_by_the_document():
     """Packed rows of a million tokens cost as much a token as their documents, and long ones reach more."""
-    whole, packed = replace(JOB, length=2**20), replace(JOB, length=2**20, span=2**17)
+    whole = replace(JOB, length=2**20)
+    packed = replace(JOB, length=2**20, span=2**17)
     seconds = [estimate_step_time(each, H100).parts["attention"] for each in (whole, packed)]
     assert 7.5 < seconds[0] / seconds[1] < 8.0
     short = replace(JOB, length=2**17)

@@ -24,7 +24,8 @@ from pipeline.models.sharding import DevicePlacement, ModelRequest, Sharding
 from pipeline.models.transforms import AdapterRequest, TransformContext, apply_transforms
 from pipeline.training.assemble import choose_base_sharding
 
-LAYERS, VOCABULARY = 2, 61
+LAYERS = 2
+VOCABULARY = 61
 DTYPES = {"fp32": torch.float32, "autocast": torch.float32, "half": torch.bfloat16}
 
 
@@ -211,7 +212,8 @@ def _marked(blocks: list[nn.Module], live: Live) -> Iterator[None]:
 
 def _stretches(log: list[tuple[str, int, int]], gradients: set[int | None]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    now, stretch = 0, ""
+    now = 0
+    stretch = ""
     for kind, number, size in log:
         if kind == "+" and number not in gradients:
             now += size

@@ -30,5 +30,7 @@ class CRNN(nn.Module):
 
 
 def ctc(outputs, batch):
-    words, widths, lengths = batch["targets"], batch["field_2"], batch["field_3"]
+    words = batch["targets"]
+    widths = batch["field_2"]
+    lengths = batch["field_3"]
     return F.ctc_loss(outputs.log_softmax(2), words, widths, lengths, reduction="sum")

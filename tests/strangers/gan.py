@@ -15,7 +15,8 @@ class GAN(nn.Module):
 
     def forward(self, real):
         fake = self.generator(torch.randn(len(real), 4, device=real.device))
-        real_score, fake_score = self.discriminator(real), self.discriminator(fake.detach())
+        real_score = self.discriminator(real)
+        fake_score = self.discriminator(fake.detach())
         d_loss = F.softplus(-real_score).mean() + F.softplus(fake_score).mean()
         g_loss = F.softplus(-self.discriminator(fake)).mean()
         return d_loss + 0.1 * g_loss

@@ -19,7 +19,8 @@ from pipeline.cli.train import main
 
 pytestmark = pytest.mark.slow
 
-X, Y = torch.randn(8, 3), torch.arange(8) % 4
+X = torch.randn(8, 3)
+Y = torch.arange(8) % 4
 
 
 class Endless(IterableDataset):
@@ -311,7 +312,8 @@ def test_the_path_of_a_file_is_told_as_the_import_path_that_works(ends, tmp_path
     (tmp_path / "sub").mkdir()
     for folder in (tmp_path, tmp_path / "sub"):
         (folder / "train_mine.py").write_text(code)
-    kind, says = path.format(here=tmp_path), says.format(here=tmp_path)
+    kind = path.format(here=tmp_path)
+    says = says.format(here=tmp_path)
     told = ends(2, f"model.kind={kind}")
     assert told.splitlines()[-1].endswith(f": {kind}: is the path of a file; {says}")
     advised, folder = re.search(r"write (\S+), and start in (.*)", told).groups()

@@ -79,10 +79,12 @@ def test_a_plan_that_fails_hides_no_error():
 
 def test_what_was_held_what_was_planned_and_changes_with_their_gains():
     """One change of a kind; the settings accept each, and keep the batch of the step."""
-    recipe, gib = ROOT / "launch" / "recipes" / "python_stdlib.yaml", 2**30
+    recipe = ROOT / "launch" / "recipes" / "python_stdlib.yaml"
+    gib = 2**30
     words = ["batch.micro_batch_size=64", "batch.global_batch_size=128"]
     settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", words)
-    place, model = resolve_hardware("h100", 2, 2), read_model_spec(settings.config)
+    place = resolve_hardware("h100", 2, 2)
+    model = read_model_spec(settings.config)
     held = {"parameters": 10 * gib, "gradients": 5 * gib, "optimizer": 20 * gib, "engine's buffers": gib}
     job = Job(Ranks(0, 0, 2, 2), torch.device("cpu"))
     advice = TrainingAdvice(

@@ -65,7 +65,8 @@ def splits():
 @pytest.mark.daily("plain")
 @pytest.mark.parametrize(("split", "ranks", "rows"), splits())
 def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, rows):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
     texts = f"data.paths=[{whole / 'texts'}]"  # the same text for both
@@ -107,7 +108,8 @@ def test_killed_and_gone_on_with_under_another_split(tmp_path):
     assert result.returncode == 0, result.stderr
     assert f"resuming {run} from step-" in result.stderr
     assert run_directories(tmp_path) == [run]
-    rows, expected = read_reproducible_rows(run), read_reproducible_rows(tmp_path / "alone")
+    rows = read_reproducible_rows(run)
+    expected = read_reproducible_rows(tmp_path / "alone")
     assert [(row["step"], set(row)) for row in rows] == [(row["step"], set(row)) for row in expected]
     for row, other in zip(rows, expected, strict=True):
         for key, value in other.items():

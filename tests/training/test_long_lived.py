@@ -55,7 +55,8 @@ def is_frozen(what: object) -> bool:
 def test_what_the_process_froze_itself_stays_so():
     from pipeline.training.loop import GcFreezer
 
-    was_frozen, earlier = gc.get_freeze_count(), [[]]
+    was_frozen = gc.get_freeze_count()
+    earlier = [[]]
     gc.freeze()
     try:
         with GcFreezer() as long_lived:

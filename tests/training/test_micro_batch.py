@@ -35,7 +35,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 # A row is large beside what a process keeps of the tests before.
-LENGTH, SAMPLES, ANSWER = 512, 16, 4
+LENGTH = 512
+SAMPLES = 16
+ANSWER = 4
 SPLITS: dict[str, Any] = {"plain": None, **{f"zero{stage}": deepspeed_json(stage) for stage in (1, 2, 3)}}
 CASES = {f"{name}-{ranks}": (split, ranks) for name, split in SPLITS.items() for ranks in (1, 2)} | {
     "zero2-fp16-2": (deepspeed_json(2) | {"fp16": {"enabled": True, "initial_scale_power": 20}}, 2),

@@ -35,7 +35,8 @@ def computed(job: Job, split, folder: Path, in_row: int = 1, seed: int = 0, cach
     tree = make_recipe("dpo", 2, in_row) | {"seed": seed}
     data = preference_bundle(in_row=in_row)
     config, resolved = resolve(tree, split, job.ranks.world_size)
-    engine, objective = build_engine(config, resolved, job, data), build_objective(config)
+    engine = build_engine(config, resolved, job, data)
+    objective = build_objective(config)
     rows = ReferenceRows(data, resolved.batch_plan.micro_batch_size, 0)
     compute_reference(
         rows, job=job, engine=engine, objective=objective, directory=folder, cache=cache, key="key"

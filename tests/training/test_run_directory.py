@@ -21,7 +21,8 @@ SPLIT = {"data": "tiny", "global_batch_size": 8, "deepspeed": None, "world_size"
 
 def test_a_run_is_held_by_one_process(tmp_path, monkeypatch):
     config = validate_recipe(ConfigFile(Path("tiny.yaml"), recipe(run_dir=str(tmp_path / "run"))))
-    is_held, may_end = Event(), Event()
+    is_held = Event()
+    may_end = Event()
 
     def before() -> None:
         _, lock = open_run_directory(config, SPLIT)

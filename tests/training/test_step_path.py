@@ -51,7 +51,8 @@ def test_a_step_with_its_row_enters_few_files_by_few_calls(tmp_path):
         checkpoint={"every": 0},
     )
     (tmp_path / "count.py").write_text(COUNT)
-    script, warm = str(tmp_path / "count.py"), str(WARM_STEPS)
+    script = str(tmp_path / "count.py")
+    warm = str(WARM_STEPS)
     counted = run_python(script, str(recipe), warm, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert counted.returncode == 0, counted.stderr
     entered = json.loads(counted.stdout.splitlines()[-1])

@@ -37,7 +37,8 @@ class Disturbed:
     """An engine in the given step of which, or the given micro-batch of an evaluation, a signal arrives."""
 
     def __init__(self, engine, number, step, evaluation):
-        self._engine, self._number = engine, number
+        self._engine = engine
+        self._number = number
         self._left = {"train_step": step, "eval_step": evaluation}
 
     def __getattr__(self, name):

@@ -92,7 +92,8 @@ def told(model: torch.nn.Module, loss: torch.Tensor, metrics: dict[str, Any]) ->
 def padded(rows: list[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
     """(prompt, answer) of each -> ids, labels and mask, padded on the right."""
     longest = max(len(prompt) + len(answer) for prompt, answer in rows)
-    ids, labels = torch.zeros(len(rows), longest, dtype=torch.long), torch.full((len(rows), longest), -100)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    labels = torch.full((len(rows), longest), -100)
     for row, (prompt, answer) in enumerate(rows):
         whole = torch.tensor(prompt + answer)
         ids[row, : len(whole)], labels[row, len(prompt) : len(whole)] = whole, torch.tensor(answer)

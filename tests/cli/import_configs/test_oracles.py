@@ -27,7 +27,8 @@ def documents_of(folder: Path, cache: Path) -> list[list[list[list[int]]]]:
     prepared = prepare_documents(config.model_copy(update=changes))
     found = []
     for part in prepared.sources[0].train.parts:
-        ids, masks = part.tokens.tolist(), part.loss_mask
+        ids = part.tokens.tolist()
+        masks = part.loss_mask
         mask = [1] * len(ids) if masks is None else [int(each) for each in masks]
         start = 0
         for number, end in enumerate(part.ends.tolist()):

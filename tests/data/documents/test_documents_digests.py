@@ -39,7 +39,8 @@ def values(cache, paths, look, what="text"):
 
 
 def test_a_file_is_read_once_until_it_changes(tmp_path):
-    look, cache = Look(), DigestCache(tmp_path / "new/cache")
+    look = Look()
+    cache = DigestCache(tmp_path / "new/cache")
     paths = [settled(tmp_path / name, name) for name in "abc"]
     assert values(cache, paths, look) == [["a"], ["b"], ["c"]]
     assert values(DigestCache(tmp_path / "new/cache"), paths, look) == [["a"], ["b"], ["c"]]
@@ -52,7 +53,8 @@ def test_a_file_is_read_once_until_it_changes(tmp_path):
 
 
 def test_equal_size_and_time_do_not_hide_another_file(tmp_path):
-    look, cache = Look(), DigestCache(tmp_path)
+    look = Look()
+    cache = DigestCache(tmp_path)
     path = settled(tmp_path / "a", "one")
     assert values(cache, [path], look) == [["one"]]
     times = os.stat(path)
@@ -62,7 +64,8 @@ def test_equal_size_and_time_do_not_hide_another_file(tmp_path):
 
 
 def test_a_file_written_just_now_may_change_within_a_tick(tmp_path):
-    look, cache = Look(), DigestCache(tmp_path)
+    look = Look()
+    cache = DigestCache(tmp_path)
     path = str(write(tmp_path / "a", "one"))
     values(cache, [path], look)
     values(cache, [path], look)
@@ -91,7 +94,8 @@ def test_a_cache_that_cannot_be_used_costs_time_alone(tmp_path, caplog):
 
 
 def recall_many(folder, paths):
-    cache, look = DigestCache(folder), Look()
+    cache = DigestCache(folder)
+    look = Look()
     for _ in range(5):
         assert values(cache, paths, look, str(os.getpid())) == [["x"]] * len(paths)
     assert len(look.seen) == len(paths)

@@ -260,7 +260,8 @@ def test_topics_of_the_standard_library(tmp_path):
 
 
 def test_a_cell_of_csv_with_turns_is_these_turns_unless_it_is_the_text_that_is_wanted(tmp_path):
-    turns, turn = '[{"role": "user", "content": "a"}]', '{"from": "gpt", "value": "b"}'
+    turns = '[{"role": "user", "content": "a"}]'
+    turn = '{"from": "gpt", "value": "b"}'
     cells = [turns, turn, "[]", '[{"name": "a"}]', '{"a": 1}', '["role"]', "[role]", '{"role": ']
     rows = "".join('"' + cell.replace('"', '""') + '"\n' for cell in cells)
     path = write(tmp_path / "data.csv", "text\n" + rows)

@@ -190,7 +190,8 @@ def alter(path):
 def test_a_damaged_part_is_said_and_made_again(damage, name, corpus, tmp_path, make_config, told):
     config = make_config(corpus[:2], tmp_path / "cache")
     folder = prepare_documents(config).sources[0].train.parts[0].folder
-    content, made = bytes_of(tmp_path / "cache"), made_parts(tmp_path / "cache")
+    content = bytes_of(tmp_path / "cache")
+    made = made_parts(tmp_path / "cache")
     told()
     damage(folder / name)
     prepare_documents(config)

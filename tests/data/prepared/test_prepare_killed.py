@@ -31,7 +31,8 @@ from pipeline.errors import DataError
 
 pytestmark = pytest.mark.slow
 
-FILES, CHARACTERS = 8, 1_000_000
+FILES = 8
+CHARACTERS = 1_000_000
 WHOM = ("group", "parent", "worker")
 KILLS = 20
 

@@ -278,7 +278,8 @@ def test_a_network_that_cannot_be_read_is_a_fault(machine, monkeypatch):
 
 @pytest.mark.slow
 def test_a_check_that_fails_or_takes_too_long_is_a_fault():
-    gate, steps = threading.Event(), []
+    gate = threading.Event()
+    steps = []
     checks = {"a": lambda: 1, "b": gate.wait, "c": lambda: {}["x"]}
     found = run_checks(checks, 2.5, steps.append)
     gate.set()

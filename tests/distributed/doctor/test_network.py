@@ -25,7 +25,8 @@ from pipeline.distributed.doctor.network import (
     read_network,
 )
 
-LO, DOCKER = {"lo": ["127.0.0.1"]}, {"docker0": ["172.17.0.1"]}
+LO = {"lo": ["127.0.0.1"]}
+DOCKER = {"docker0": ["172.17.0.1"]}
 
 
 def well(hosts, **changes):

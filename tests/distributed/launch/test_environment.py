@@ -122,7 +122,8 @@ def test_a_thousand_hostile_arguments_and_values_arrive_through_a_shell(hostfile
     """Ten a launch: what pdsh would send goes through a real shell; the rest is what a rank takes up."""
     trap = tmp_path / "trap"
     values = [value.replace("TRAP", str(trap)) for value in hostile_values(1000)]
-    launches, lines = [], []
+    launches = []
+    lines = []
     for start in range(0, 1000, 10):
         some = values[start : start + 10]
         # The first three launches have plain arguments only: they stay on the command line.

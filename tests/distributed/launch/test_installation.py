@@ -54,7 +54,9 @@ def train_one_step(clone: Path, *options: str) -> None:
 @pytest.fixture
 def installed(tmp_path) -> Path:
     """A folder that the project's wheel was installed into, without its dependencies."""
-    source, wheels, target = tmp_path / "source", tmp_path / "wheels", tmp_path / "target"
+    source = tmp_path / "source"
+    wheels = tmp_path / "wheels"
+    target = tmp_path / "target"
     left_out = shutil.ignore_patterns(*MADE_HERE, "tests", "docs", "benchmarks")
     shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")

@@ -92,9 +92,11 @@ def busy_now_and_then():
     return rows
 
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 CALM_ROWS = of_losses(*[[2.0]] * 40)
-FAST, SLOW = [timed(1.0)] * 120, [timed(1.6)] * 200
+FAST = [timed(1.0)] * 120
+SLOW = [timed(1.6)] * 200
 CROWDED = [timed(9.0, 3.0, load=[4.0])] * 200
 TRAIN = [3.0, 2.5, 2.0, 1.8, 1.6, 1.4, 1.2, 1.0, 0.8, 0.7, 0.6, 0.5]
 HELD_OUT = [3.1, 2.7, 2.4, 2.5, 2.6, 2.7, 2.8, 2.3, 2.2, 2.3, 2.4, 2.5]
@@ -365,7 +367,9 @@ def test_a_loss_that_scatters_and_does_not_fall_is_not_told_of(scatter, is_evalu
     ids=["evaluations", "a jump", "a rise"],
 )
 def test_a_run_that_goes_on_is_told_what_the_unbroken_one_is(make, rows, at):
-    unbroken, first, second = make(), make(), make()
+    unbroken = make()
+    first = make()
+    second = make()
     told = asked(first, rows[:at])
     restore_alerts([second], json.loads(json.dumps(collect_alert_state([first]))))
     told += asked(second, rows[at:], sum(each.steps for each in rows[:at]))
@@ -376,7 +380,8 @@ def test_a_run_that_goes_on_is_told_what_the_unbroken_one_is(make, rows, at):
 def test_a_spike_is_not_told_again_since_the_run_went_on_within_it():
     detector = SpikeDetector(LOSS_THRESHOLD)
     rows = of_losses(*[[2.0]] * 40, [7.0], [7.0], [2.0])
-    first, second = SpikeAlert("loss_spike", detector), SpikeAlert("loss_spike", detector)
+    first = SpikeAlert("loss_spike", detector)
+    second = SpikeAlert("loss_spike", detector)
     assert len(asked(first, rows[:41])) == 1
     restore_alerts([second], collect_alert_state([first]))
     assert asked(second, rows[41:]) == []

@@ -26,7 +26,8 @@ def skipped(steps: int) -> RowDetails:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_skips_in_a_row_end_the_run(precision):
-    alert, limit = NonFiniteStepLimit(precision, 0, 1000), MAX_CONSECUTIVE_SKIPS[precision]
+    alert = NonFiniteStepLimit(precision, 0, 1000)
+    limit = MAX_CONSECUTIVE_SKIPS[precision]
     assert alert(100, skipped(0)) is None
     assert alert(100, skipped(limit - 1)) is None
     answer = alert(101, skipped(limit))
@@ -48,7 +49,8 @@ def test_a_good_last_step_ends_no_run_that_goes_on_at_its_end():
 
 
 def test_what_watchers_say_is_told_and_the_first_stop_raises_its_error():
-    rows, told = [], []
+    rows = []
+    told = []
     high = Event("loss_spike", "the loss is high", "lower the learning rate")
 
     def tells(step, seen):

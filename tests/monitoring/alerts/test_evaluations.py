@@ -27,7 +27,8 @@ def evaluated(job, deepspeed, folder):
         checkpoint={"every": 1, "keep_last": 1, "keep_best": True},
     )
     config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
-    FAULT.case, FAULT.sample = "", -1
+    FAULT.case = ""
+    FAULT.sample = -1
     data = make_bundle({"good": Subset(Samples(), range(4)), "bad": HeldOut()})
     parts = assemble(config, resolved, job, data, folder)
     with parts.trackers, TrainLoop(parts) as loop:

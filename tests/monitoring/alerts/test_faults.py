@@ -25,10 +25,13 @@ from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 
 pytestmark = pytest.mark.slow
-WORDS, LENGTH = 64, 16
+WORDS = 64
+LENGTH = 16
 STEPS = 230
-SLOW_DATA, SLOW_STEPS = range(2, 40), range(41, 140)
-BAD_BATCH, BAD_LOSS = 200, 220
+SLOW_DATA = range(2, 40)
+SLOW_STEPS = range(41, 140)
+BAD_BATCH = 200
+BAD_LOSS = 220
 
 SPLITS = {
     "ddp": {"torch": {"parallel": "ddp"}},
@@ -63,7 +66,9 @@ class Troubled:
     """A source of batches with faults: slow for a while, one batch of random words, a leak."""
 
     def __init__(self, loader, clock, rank):
-        self._loader, self._clock, self._rank = loader, clock, rank
+        self._loader = loader
+        self._clock = clock
+        self._rank = rank
         self._kept = []
         self._steps = 0
 
@@ -91,7 +96,10 @@ class Engine:
     """Steps of a second; for a while they take four, and in one the loss is none."""
 
     def __init__(self, engine, clock, slow=(), bad=()):
-        self._engine, self._clock, self._slow, self._bad = engine, clock, slow, bad
+        self._engine = engine
+        self._clock = clock
+        self._slow = slow
+        self._bad = bad
         self._steps = 0
 
     def __getattr__(self, name):

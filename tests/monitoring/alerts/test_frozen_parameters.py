@@ -17,7 +17,9 @@ class Held:
     """Shards of one rank: tensors by name, and the moments of some."""
 
     def __init__(self, moments=None, frozen=(), **weights):
-        self.weights, self.moments, self.frozen = weights, moments or {}, frozen
+        self.weights = weights
+        self.moments = moments or {}
+        self.frozen = frozen
 
     def shards(self):
         for kind, tensors in ((WEIGHT, self.weights), ("exp_avg", self.moments)):

@@ -149,7 +149,8 @@ def test_a_spike_stands_out_while_the_loss_falls(at, deviations, fall):
     curve = 0.002 + 10.7 * np.exp(-steps / 15) if fall == "exponential" else 10.7 / (1 + steps)
     for seed in range(10):
         values = curve * np.exp(np.random.default_rng(seed).normal(0, 0.06, len(steps)))
-        level, floor = np.median(values[at - 5 : at]), 0.26 * np.median(values[:MIN_VALUES])
+        level = np.median(values[at - 5 : at])
+        floor = 0.26 * np.median(values[:MIN_VALUES])
         for height in (values[0], max(level * math.exp(deviations * 0.06), floor)):
             assert spikes(SpikeDetector(LOSS_THRESHOLD), [*values[:at], height, *values[at:]]) == [at], (
                 seed,
@@ -159,7 +160,8 @@ def test_a_spike_stands_out_while_the_loss_falls(at, deviations, fall):
 
 @pytest.mark.parametrize("name", ["small batches", "narrow"])
 def test_ten_deviations_above_a_steady_loss_are_a_spike_at_any_step_from_20_on(name):
-    band, told = SpikeDetector(LOSS_THRESHOLD), []
+    band = SpikeDetector(LOSS_THRESHOLD)
+    told = []
     deviation = {"small batches": 0.12, "narrow": 0.05}[name]
     values = 2.0 * np.exp(np.random.default_rng(3).normal(0, deviation, 1000))
     for step, value in enumerate(values.tolist(), 1):
@@ -185,7 +187,8 @@ def test_a_loss_that_became_0_still_has_spikes_and_a_negative_one_has_none():
 def test_it_goes_on_from_a_checkpoint():
     values = SERIES["small batches"](np.random.default_rng(1))[:300]
     values[[200, 230, 231, 260]] *= 6
-    whole, first = SpikeDetector(LOSS_THRESHOLD), SpikeDetector(LOSS_THRESHOLD)
+    whole = SpikeDetector(LOSS_THRESHOLD)
+    first = SpikeDetector(LOSS_THRESHOLD)
     expected = spikes(whole, values)
     assert expected == [200, 230, 231, 260]
     found = spikes(first, values[:231])

@@ -161,7 +161,8 @@ def test_one_run(make_run, show):
 
 def test_controls(make_run, show):
     lines = list(lines_of(60))
-    page, rows = show(make_run(lines=lines)), [line for line in lines if "train/loss" in line]
+    page = show(make_run(lines=lines))
+    rows = [line for line in lines if "train/loss" in line]
     page.drawn()
     page.set("#x", "tokens")
     assert page.curve("train/loss")[0] == [line["train/tokens_seen"] for line in rows]
@@ -174,7 +175,8 @@ def test_controls(make_run, show):
     assert page.run("return document.querySelector('#panels .plot').layout.yaxis.type") == "log"
     total = norm = 0.0
     for line, shown in zip(rows, traces[1]["y"], strict=True):
-        total, norm = 0.9 * total + 0.1 * line["train/loss"], 0.9 * norm + 0.1
+        total = 0.9 * total + 0.1 * line["train/loss"]
+        norm = 0.9 * norm + 0.1
         assert shown == pytest.approx(total / norm, rel=1e-6)
 
 

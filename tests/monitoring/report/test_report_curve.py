@@ -29,9 +29,12 @@ def curve(values, **how):
 
 def averages(values, weight):
     """The moving average at each value, as its definition says, step by step."""
-    found, total, norm = [], 0.0, 0.0
+    found = []
+    total = 0.0
+    norm = 0.0
     for value in values:
-        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        total = weight * total + (1 - weight) * value
+        norm = weight * norm + (1 - weight)
         found.append(total / norm)
     return np.array(found)
 

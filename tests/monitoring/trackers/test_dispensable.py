@@ -22,7 +22,8 @@ class Gated:
     """Waits in one of its methods until the gate opens, and keeps what it was given."""
 
     def __init__(self, at: str, gate: threading.Event):
-        self.at, self.gate = at, gate
+        self.at = at
+        self.gate = gate
         self.calls: list[tuple] = []
         self.entered = threading.Event()
 
@@ -105,7 +106,8 @@ def test_one_thread_makes_a_sink_and_calls_it():
 def test_one_whose_queue_is_full_is_dropped_and_given_nothing_more(gate, caplog, monkeypatch):
     monkeypatch.setattr(dispensable, "QUEUE_SIZE", 3)
     monkeypatch.setattr(dispensable, "CLOSE_SECONDS", 0.1)
-    tracker, other = Gated("write", gate), Gated("", gate)
+    tracker = Gated("write", gate)
+    other = Gated("", gate)
     thread = threaded(tracker, resend=", and a second start sends them")
     with Trackers([thread]) as trackers:
         trackers.write(0, {})

@@ -50,7 +50,8 @@ def build(run_dir: Path, config: RunConfig, **how) -> Trackers:
 
 
 def test_exit_code_is_0_normally_and_1_after_an_exception():
-    first, second = Recorder(), Recorder()
+    first = Recorder()
+    second = Recorder()
     with Trackers([first]) as trackers:
         trackers.write(1, {"train/loss": 1.0})
     with pytest.raises(KeyboardInterrupt), Trackers([second]):
@@ -86,7 +87,8 @@ def test_importing_the_trackers_loads_neither_torch_nor_wandb():
 
 
 def test_an_entry_of_the_table_is_checked_and_opened(tmp_path, monkeypatch):
-    checked, recorder = [], Recorder()
+    checked = []
+    recorder = Recorder()
     monkeypatch.setitem(TRACKERS, "log.recorder", TrackerKind(lambda run: [recorder], checked.append))
     config = recipe()
     check_trackers(config)

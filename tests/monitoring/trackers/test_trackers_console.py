@@ -22,7 +22,8 @@ def train_row(loss: float = 2.5) -> dict[str, float]:
 
 
 def plain_tracker(max_steps: int) -> tuple[ConsoleTracker, io.StringIO, Clock]:
-    out, clock = io.StringIO(), Clock()
+    out = io.StringIO()
+    clock = Clock()
     return ConsoleTracker(max_steps, file=out, min_interval=5.0, clock=clock), out, clock
 
 

@@ -83,11 +83,9 @@ def test_going_on_reads_a_long_record_a_row_at_a_time(tmp_path: Path):
     with path.open("wb") as file:
         for step in range(1, 50_001):
             file.write(encode_row(step, {f"train/number_{number}": step / 7 for number in range(12)}))
-    inode, program = (
-        path.stat().st_ino,
-        "import sys; "
-        + inspect.cleandoc(
-            """
+    inode = path.stat().st_ino
+    program = "import sys; " + inspect.cleandoc(
+        """
         import resource
         from pathlib import Path
         from pipeline.monitoring.trackers.jsonl import JsonlTracker, iterate_metrics
@@ -96,7 +94,6 @@ def test_going_on_reads_a_long_record_a_row_at_a_time(tmp_path: Path):
         assert sum(1 for _ in iterate_metrics(Path(sys.argv[1]))) == 49_990
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
         """
-        ),
     )
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, check=True)
     assert int(done.stdout) < path.stat().st_size / 2  # all rows at once take eight times the file

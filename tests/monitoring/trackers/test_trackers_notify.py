@@ -140,7 +140,8 @@ def test_what_is_less_than_the_level_is_not_told(level, told):
 
 
 def test_of_a_name_one_a_minute_is_told_with_how_many_were_held_back():
-    way, clock = Way(), Clock()
+    way = Way()
+    clock = Clock()
     tracker = NotifyTracker({"command": way}, "warning", "run", clock)
     for clock.now in (0.0, 1.0, 59.0, 60.0, 61.0, 130.0):
         tracker.tell(int(clock.now), SPIKE)

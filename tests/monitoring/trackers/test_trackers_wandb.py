@@ -113,7 +113,8 @@ def test_a_key_in_netrc_is_found_and_a_bad_key_goes_offline(tmp_path: Path, serv
 
 
 def test_resume_after_a_kill_has_every_row_exactly_once(tmp_path: Path, server: WandbServer):
-    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url, **KEY)
+    folder = tmp_path / "trial-1"
+    env = make_environment(tmp_path, server.url, **KEY)
     run(folder, env, ["kill"], last=12)  # wandb loses what it had not sent: here, all
     first_id = read_run_id(folder)
     run(folder, env, start=10, last=16)
@@ -128,7 +129,8 @@ def test_resume_after_a_kill_has_every_row_exactly_once(tmp_path: Path, server: 
 def test_a_step_whose_evaluation_is_still_to_come_is_not_closed_by_a_stop(
     tmp_path: Path, server: WandbServer
 ):
-    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url, **KEY)
+    folder = tmp_path / "trial-1"
+    env = make_environment(tmp_path, server.url, **KEY)
     run(folder, env, ["close", 138], last=10)
     assert [row["_step"] for row in server.rows(read_run_id(folder))] == list(range(1, 10))
     rows = (folder / "metrics.jsonl").read_text().splitlines()
@@ -149,7 +151,8 @@ def sync(said: list[str], env: dict[str, str], folder: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("synced_between", [False, True])
 def test_resume_offline_writes_new_rows_only_and_all_are_uploaded_once(tmp_path, server, synced_between):
-    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url)
+    folder = tmp_path / "trial-1"
+    env = make_environment(tmp_path, server.url)
     online = make_environment(tmp_path, server.url, **KEY)
     first = run(folder, env, ["flushed"], last=12)
     kept = folder.joinpath("wandb_run_id").read_text()
@@ -195,7 +198,8 @@ def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: WandbSe
 
 
 def test_histograms_go_with_the_row_of_their_step(tmp_path: Path, server: WandbServer):
-    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url, **KEY)
+    folder = tmp_path / "trial-1"
+    env = make_environment(tmp_path, server.url, **KEY)
     shown = [["rows", 1, 4, 0], ["histograms", 4, [3, 0, 2]], ["rows", 5, 6, 0]]
     wandb_program.run(folder, env, 0, *shown, ["histograms", 5, [9, 9]], ["histograms", 6, [1]])
     drawn = {row["_step"]: row for row in server.rows(read_run_id(folder)) if "parameters/w" in row}
@@ -206,7 +210,8 @@ def test_histograms_go_with_the_row_of_their_step(tmp_path: Path, server: WandbS
 
 
 def test_what_the_model_wrote_is_a_table_over_resumes_too(tmp_path: Path, server: WandbServer):
-    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url, **KEY)
+    folder = tmp_path / "trial-1"
+    env = make_environment(tmp_path, server.url, **KEY)
     wandb_program.run(folder, env, 0, ["rows", 1, 5, 0], ["sample", 5], ["rows", 6, 7, 0])
     wandb_program.run(folder, env, 7, ["rows", 8, 10, 0], ["sample", 10], ["rows", 11, 12, 0])
     rows = [row for row in server.rows(read_run_id(folder)) if "samples" in row]

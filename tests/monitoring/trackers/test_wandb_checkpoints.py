@@ -115,7 +115,8 @@ def test_each_checkpoint_is_a_version_that_says_where_it_lies(tmp_path: Path, se
 
 @pytest.mark.nightly
 def test_what_is_set_aside_or_given_up_is_not_the_latest(tmp_path: Path, server: WandbServer):
-    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url, **KEY)
+    folder = tmp_path / "trial-1"
+    env = make_environment(tmp_path, server.url, **KEY)
     kept = server.folder / "artifacts.json"
     kept.write_text("[]")
     run(folder, env, 0, *SAVES[:2], ["wait", 2], ["distrust", 10], kept=kept)

@@ -31,7 +31,8 @@ EXPECTED = stretch(1, 12, 0, 0) + stretch(9, 15, 1, 1) + stretch(7, 16, 2, 2)
 
 
 def test_what_a_rollback_gave_up_stays_and_is_marked(tmp_path: Path, server: WandbServer):
-    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url, **KEY)
+    folder = tmp_path / "trial-1"
+    env = make_environment(tmp_path, server.url, **KEY)
     run(folder, env, 0, *WORDS)
     assert told(server.rows(read_run_id(folder))) == EXPECTED
     run(folder, env, 16, ["rows", 17, 20, 2])
@@ -49,7 +50,8 @@ def test_what_a_rollback_gave_up_stays_and_is_marked(tmp_path: Path, server: Wan
 @pytest.mark.nightly
 def test_killed_before_the_next_checkpoint_goes_back_again(tmp_path: Path, server: WandbServer):
     """The checkpoint does not know of the rollback: what came after it comes again and counts once."""
-    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url, **KEY)
+    folder = tmp_path / "trial-1"
+    env = make_environment(tmp_path, server.url, **KEY)
     again = [["rows", 9, 12, 0], ["back", 8, 12]]
     run(folder, env, 0, ["rows", 1, 8, 0])
     kept = server.folder / f"history-{read_run_id(folder)}.jsonl"

@@ -116,7 +116,8 @@ def test_empty_variables_are_none(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_files_lie_where_wandb_dir_says_and_a_resume_finds_them(tmp_path):
-    folder, elsewhere = tmp_path / "trial-1", tmp_path / "large" / "disk"
+    folder = tmp_path / "trial-1"
+    elsewhere = tmp_path / "large" / "disk"
     env = make_environment(tmp_path, "http://127.0.0.1:9", WANDB_DIR=str(elsewhere), WANDB_MODE="offline")
     start(folder, env)
     start(tmp_path / "trial-2", env)  # another run's files beside them
