@@ -371,7 +371,9 @@ def test_a_run_goes_on_with_another_token_and_a_command_asks_for_it(own_code: Pa
     done = launch(*again, "data.args.eos_token=<s>", "max_steps=6")
     assert done.returncode == 2
     assert "data.args.eos_token was </s>, is <s>" in done.stderr
-    with pytest.raises(ConfigError, match=r"data.args.hub_token is \[redacted\], as a run stores no secrets"):
+    with pytest.raises(
+        ConfigError, match=r"data.args.hub_token is \[redacted\], because a run stores no secrets"
+    ):
         evaluate(run)
     row = evaluate(run, ["data.args.hub_token=third-word-3"])
     assert "eval/loss" in row

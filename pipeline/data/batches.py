@@ -389,7 +389,9 @@ def describe_origin(
     """
     value_ranges = {}
     for name, value in batch.items():
-        if name in UNMEASURED_ENTRIES or not _has_integers_on_host(value):
+        if name in UNMEASURED_ENTRIES or not isinstance(value, Tensor) or value.dtype not in INTEGER_TYPES:
+            continue
+        if value.device.type != "cpu" or value.numel() == 0:
             continue
         values = value.numpy()  # torch would start all its threads for a few kB
         lowest = int(values.min())
@@ -399,12 +401,6 @@ def describe_origin(
             lowest_counted = int(negative[negative != IGNORE_INDEX].min(initial=0))
         value_ranges[name] = ValueRange(lowest, lowest_counted, int(values.max()))
     return BatchOrigin(indices, sources, value_ranges)
-
-
-def _has_integers_on_host(value: Any) -> bool:
-    """Return whether `value` is a tensor of integers in host memory that is not empty."""
-    is_integer = isinstance(value, Tensor) and value.dtype in INTEGER_TYPES
-    return is_integer and value.device.type == "cpu" and value.numel() > 0
 
 
 def find_bad_value(
@@ -432,7 +428,9 @@ def find_bad_value(
         if lowest >= 0 and value_range.highest < upper_bound:
             return None
     value = host.get(name)
-    if not isinstance(value, Tensor) or not _has_integers_on_host(value):
+    if not isinstance(value, Tensor) or value.dtype not in INTEGER_TYPES:
+        return None
+    if value.device.type != "cpu" or value.numel() == 0:
         return None
     values = value.numpy()
     wrong = (values < 0) | (values >= upper_bound)

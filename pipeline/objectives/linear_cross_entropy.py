@@ -157,23 +157,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # In fp32, and in place: torch refuses a second backward, so the saved gradients are used once.
         grad = grad if ctx.scale == 1.0 else grad / ctx.scale
-        scaled = [None if each is None else _multiply(each, grad) for each in ctx.saved_tensors]
+        scaled: list[Tensor | None] = []
+        for saved in ctx.saved_tensors:
+            if saved is None:
+                scaled.append(None)
+            elif saved.dtype == grad.dtype:
+                scaled.append(saved.mul_(grad))
+            else:
+                scaled.append(saved * grad[None])  # a 0-dim tensor would not widen the dtype of the result
         if ctx.part is not None and scaled[0] is not None:
             ctx.part.all_reduce_sum(scaled[0])
         gradients = [
             None if each is None else each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True)
         ]
         return (*gradients, None, None, None)
-
-
-def _multiply(gradient: Tensor, incoming: Tensor) -> Tensor:
-    """Return the gradient times the incoming one (0-dim), in the wider of their dtypes.
-
-    If the dtypes are equal, `gradient` is overwritten.
-    """
-    if gradient.dtype == incoming.dtype:
-        return gradient.mul_(incoming)
-    return gradient * incoming[None]  # a 0-dim tensor would not widen the dtype of the result
 
 
 def compute_chunked_loss(

@@ -49,13 +49,13 @@ class Engine:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def train_step(self, *arguments):
+    def train_step(self, *arguments, **named):
         self.steps += 1
         if self.steps == self._at and isinstance(self._event, BaseException):
             raise self._event
         if self.steps == self._at and self._event is not None:
             signal.raise_signal(self._event)
-        result = self._engine.train_step(*arguments)
+        result = self._engine.train_step(*arguments, **named)
         return replace(result, skipped=torch.ones(())) if self._skips else result
 
 
