@@ -70,11 +70,11 @@ class SequenceGroup:
         """
         if self.size == 1:
             return values
-        total: Tensor = _SumOverRanks.apply(values, self)
+        total: Tensor = _SumOverSequenceGroup.apply(values, self)
         return total
 
 
-class _SumOverRanks(torch.autograd.Function):
+class _SumOverSequenceGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: SequenceGroup) -> Tensor:
         ctx.size = group.size

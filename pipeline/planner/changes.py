@@ -369,7 +369,7 @@ def find_longest_sequence(settings: Settings, model: ModelSpec, hardware: Planne
         return (*words, *_override_one_batch(settings, 1))
 
     max_number = -(-max_tokens // TOKENS_STEP)
-    return _bisect(settings, model, hardware, override_length, max_number, limit_reason)
+    return _bisect(settings, model, hardware, override_length, max_number, limit_reason=limit_reason)
 
 
 def find_largest_micro_batch(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> SearchResult:
