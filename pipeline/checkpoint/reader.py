@@ -1,7 +1,8 @@
 """Verifies a checkpoint's files, and reads values of whole-model tensors from them.
 
-Sizes are compared first, then the checksum of every byte. A reported damage names the file and the tensors. A
-read copies only the requested values directly into the receiving tensor, from all files that have some.
+check_file_sizes compares sizes. check_content compares checksums of every byte, and names damaged tensors. A
+read takes the requested values from all files that have some of them. A single run of values of the same
+dtype goes directly into the receiving tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Damage:
     host: str = ""
     """Machine that wrote the file; empty if it is not known."""
     tensors: tuple[str, ...] = ()
-    """Damaged tensors, such as `exp_avg of embed.weight`; empty if the damage is outside of tensors."""
+    """Damaged tensors, such as `exp_avg of embed.weight`.
+
+    Empty if the damage is outside of tensors, or if the file was not read to its end.
+    """
 
     def __str__(self) -> str:
         text = f"{self.file}: {self.problem}"
@@ -77,7 +81,8 @@ def check_content(
         manifest: Manifest of the checkpoint.
         files: Names of the files to read; `None` for all.
         kinds: Kinds of the shards to read; `None` for all.
-        advance: Called on several threads with the number of bytes compared since the last call.
+        advance: Called on several threads with a number of newly compared bytes; with `kinds`, headers are
+            not counted.
     """
     try:
         _ = manifest.table
@@ -92,8 +97,8 @@ def check_content(
 def check_file_sizes(manifest: Manifest) -> list[Damage]:
     """Return the damages visible without reading: missing files, wrong sizes, and links or devices.
 
-    If machines share no file system, a folder has only the files of one place (see FileRecord.place). The
-    files of a place are missing only if the folder has another file of this place, or no file at all. If the
+    If machines share no file system, a folder has only the files of one place (see FileRecord.place). So an
+    absent file is a damage only if another file of its place is here, or if no file is here at all. If the
     table of shards is damaged, this is the only damage returned.
     """
     damages, absent = inspect_files(manifest)
@@ -150,7 +155,7 @@ def _check_file(
             file_checksum = xxhash.xxh3_128(header)
             damaged_tensors = list[str]()
             end = len(header)
-            advance(0 if kinds else end)
+            advance(end if kinds is None else 0)
             for shard, offset in zip(layout.shards, layout.offsets, strict=True):
                 if kinds is None or shard.kind in kinds:
                     checksum = hash_range(descriptor, offset, shard.num_bytes)
@@ -183,11 +188,15 @@ def _read(descriptor: int, offset: int, length: int) -> bytes:
 
 
 class CheckpointReader:
-    """ShardSource of one checkpoint. Use it as a context manager, because it keeps files open."""
+    """Reads regions of a checkpoint's tensors. Implements checkpoint.shards.ShardSource.
+
+    Use it as a context manager, because it keeps files open.
+    """
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
         self.scalars: Mapping[str, Any] = manifest.scalars
+        """Saved numbers of the optimizer by name, see RankState.scalars."""
         self._descriptors: OrderedDict[str, int] = OrderedDict()  # by file name, the last one used at the end
         # Offset of each shard by file name, of closed files too, since computing them takes long.
         self._offsets: dict[str, Integers] = {}
@@ -199,7 +208,8 @@ class CheckpointReader:
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
         """Fill `out` with the values of a region, from all files that have some of them.
 
-        This takes host memory for at most one shard, and for the region if `out` is on a device.
+        This takes host memory for at most one shard, and for the region unless `out` is contiguous and on the
+        CPU.
 
         Args:
             name: Name of the tensor.
@@ -271,9 +281,12 @@ class CheckpointReader:
         except OSError as error:
             path = self.manifest.folder / file.name
             reason = error.strerror or error
+            advice = "restore it from a copy, or resume from another checkpoint"
+            if isinstance(error, FileNotFoundError):
+                advice = "copy it here, or set run_dir or runs_dir to a folder that all machines share"
             raise CheckpointError(
                 f"{path} with {shard.title} cannot be read: {reason}; rank {file.rank} wrote it on "
-                f"{file.host}; copy it here, or set run_dir or runs_dir to a folder that all machines share"
+                f"{file.host}; {advice}"
             ) from None
 
     def _get_descriptor(self, file: FileRecord) -> int:
@@ -344,7 +357,7 @@ class CheckpointWeights:
     files: Sequence[Path] = ()
     """Always empty; see WeightFile.files."""
     dtype = torch.float32
-    """Dtype in which weights are exported by default."""
+    """Default dtype of an export; `read` returns the saved dtype."""
     rounding_error: float | None = None
     """Relative error of rounding to 4 bits, always `None` here; see MergedWeights in adapters.py."""
 
@@ -373,7 +386,7 @@ class CheckpointWeights:
         shape, dtype = self.entries[name]
         assert isinstance(dtype, torch.dtype)
         values = torch.empty(math.prod(shape), dtype=dtype)
-        region = Region(shape, None, 0, len(values))
+        region = Region(shape, None, 0, len(values))  # the whole tensor
         self._reader.read(self._saved_names[name], self._kinds[name], region, values)
         return values.view(shape)
 

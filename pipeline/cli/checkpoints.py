@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        CheckpointError: The arguments name no action or no run, the run has no such checkpoint, or a
+        CheckpointError: The action is not known, RUN is no run, the run has no such checkpoint, or a
             checkpoint is damaged.
     """
     match arguments.action:
@@ -80,10 +80,10 @@ def _print_checkpoints(directory: Path, *, verify: bool) -> None:
             rows = [verify_checkpoint(row, advance) for row in rows]
     best_metrics = {row.manifest.best_by.metric for row in rows if row.manifest and row.manifest.best_by}
     metrics = sorted(best_metrics - {"loss"})  # the loss has a column in any case
-    undamaged = "verified" if verify else "complete"
+    intact_word = "verified" if verify else "complete"
     screen.table(
         ["step", "tokens", "size", "eval loss", *(f"eval {name}" for name in metrics), "state", "saved by"],
-        [_format_cells(row, metrics, undamaged) for row in rows],
+        [_format_cells(row, metrics, intact_word) for row in rows],
         text_columns=["state", "saved by"],
     )
     damaged = [row for row in rows if row.problem is not None]
@@ -99,17 +99,18 @@ def _print_checkpoints(directory: Path, *, verify: bool) -> None:
         )
 
 
-def _format_cells(row: CheckpointStatus, metrics: list[str], undamaged: str) -> list[str]:
+def _format_cells(row: CheckpointStatus, metrics: list[str], intact_word: str) -> list[str]:
     """Return the cells of a checkpoint's row.
 
     Args:
         row: Status of the checkpoint.
-        metrics: Metrics other than the loss that have a column. A checkpoint has the value of one at most.
-        undamaged: Word for the state of a checkpoint without a problem.
+        metrics: Metrics other than the loss that have a column. A checkpoint has a value for at most
+            one of them.
+        intact_word: Word for the state of a checkpoint without a problem.
     """
     manifest = row.manifest
     if manifest is None:
-        return [f"{row.step:,}", "", "", "", *("" for _ in metrics), _format_state(row, undamaged), ""]
+        return [f"{row.step:,}", "", "", "", *("" for _ in metrics), _format_state(row, intact_word), ""]
     tokens = manifest.state.get("tokens_seen")
     loss = manifest.eval_loss
     best_by = manifest.best_by
@@ -119,23 +120,23 @@ def _format_cells(row: CheckpointStatus, metrics: list[str], undamaged: str) -> 
         format_bytes(row.num_bytes) if row.num_bytes else "",
         "" if loss is None else f"{loss:.4f}",
         *(f"{best_by.value:.4f}" if best_by and best_by.metric == name else "" for name in metrics),
-        _format_state(row, undamaged),
+        _format_state(row, intact_word),
         f"{manifest.split}, {manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
     ]
 
 
-def _format_state(row: CheckpointStatus, undamaged: str) -> str:
-    """Return the state of a checkpoint for the table: `damaged`, or the word `undamaged`.
+def _format_state(row: CheckpointStatus, intact_word: str) -> str:
+    """Return the state of a checkpoint for the table: "damaged", or else `intact_word`.
 
-    If other machines have some of the files, the number of files on this machine follows that word.
+    If other machines have some of the files, the number of files on this machine follows.
     """
     if row.problem is not None or row.manifest is None:
         return "damaged"
     num_files = len(row.manifest.files)
     return (
-        undamaged
+        intact_word
         if row.num_files_here == num_files
-        else f"{undamaged}, {row.num_files_here} of {num_files} files"
+        else f"{intact_word}, {row.num_files_here} of {num_files} files here"
     )
 
 

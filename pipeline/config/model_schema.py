@@ -131,10 +131,10 @@ class CausalLMConfig(ModelSection):
     backward pass. For long sequences: GPU memory then no longer grows with the number of blocks. The copies
     run on the compute stream, so a step takes longer."""
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Scaling with which the blocks' linear layers multiply in fp8 (torchao, the `fp8` extra). `tensorwise`:
-    one scale for each tensor, the fastest. `rowwise`: one scale for each row. `rowwise_with_gw_hp`: the
-    same, with weight gradients in high precision. A CPU emulates fp8. The commands `evaluate` and `generate`
-    do not multiply in fp8."""
+    """Scaling with which the blocks' linear layers multiply in fp8 (torchao, from this package's optional
+    dependencies `fp8`). `tensorwise`: one scale for each tensor, the fastest. `rowwise`: one scale for each
+    row. `rowwise_with_gw_hp`: the same, with weight gradients in high precision. A CPU emulates fp8. The
+    commands `evaluate` and `generate` do not multiply in fp8."""
     trust_remote_code: bool = False
     """Whether to run Python code of the hub repository named in `pretrained`. `--no-import-paths` refuses
     it."""
@@ -176,7 +176,8 @@ class CustomModelConfig(ModelSection):
 def get_kind_tag(value: Any) -> str | None:
     """Return the tag by which pydantic chooses a section's class.
 
-    It is the built-in kind, or `custom` for an import path. `None`: the section has no kind.
+    It is `custom` for an import path, else the kind as it is: for a wrong one, or `None` for none, pydantic
+    reports an error.
     """
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     return "custom" if isinstance(kind, str) and ":" in kind else kind

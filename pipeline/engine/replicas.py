@@ -1,4 +1,4 @@
-"""Computes digests of the tensors that are equal bit for bit on several ranks.
+"""Computes digests of the tensors that are equal bit for bit on several ranks, and sends rank 0's buffers.
 
 If the digests of two ranks differ, a device's memory or computation is broken although no error was raised.
 The tensors are read between backward and update: the weights are those that the step used, and the gradients
@@ -16,8 +16,8 @@ Not digested, since only one rank has them or the ranks' values differ:
     - masters, optimizer state and reduced gradients at ZeRO 1 and 2, everything at ZeRO 3
     - gradients before their reduction, activations and buffers
 
-A digest is a sum of 8-byte words, which is computed as fast as memory is read. Any single flipped bit changes
-the digest by a power of two, so it is always found.
+A digest adds up 8-byte words, which takes no longer than reading the memory. A flipped bit changes the sum of
+its vector by a power of two, and all factors are odd, so a single flip always changes the digest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from torch.optim import Optimizer
 from pipeline.models.batch_norm import is_sync_batch_norm
 
 DIGEST_KINDS = ("weights", "optimizer state", "gradients", "weights")
-"""Kind of tensors of each digest. The last digest covers all steps since the last comparison."""
+"""Tensors of each digest. The first has weights and masters at the compared step. The fourth has the weights
+that updates copy from masters, at each step since the previous comparison."""
 HISTORY_INDEX = len(DIGEST_KINDS) - 1
 """Index of the digest of all steps since the last comparison."""
 SMALL_TENSOR_ELEMENTS = 2**16  # tensors up to this size are concatenated before they are summed
@@ -40,10 +41,12 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64  # an odd factor with well-mixed bits, as int6
 
 
 class ReplicaDigests:
-    """Computes digests of a rank's replicated tensors. Ranks with equal `key` have equal tensors.
+    """Computes digests of a rank's replicated tensors.
+
+    Ranks whose attribute `key` is equal have equal tensors.
 
     Args:
-        key: Number of the rank's part of the model, the same for ranks with the same part.
+        part: Number of the rank's part of the model, the same for ranks with the same part.
         weights: Returns the module's parameters.
         optimizer: Optimizer that steps the weights or their masters.
         device: Device of the digests.
@@ -53,7 +56,7 @@ class ReplicaDigests:
 
     def __init__(
         self,
-        key: int,
+        part: int,
         weights: Callable[[], Iterable[Tensor]],
         optimizer: Optimizer,
         device: torch.device,
@@ -61,7 +64,7 @@ class ReplicaDigests:
         is_sharded: bool = False,
         rewritten: Callable[[], Sequence[Tensor]] = tuple,
     ):
-        self.key = (key, "" if is_sharded else _get_processor_name(device))
+        self.key = (part, "" if is_sharded else _get_processor_name(device))
         """Part of the model and name of the processor; ranks with equal keys have equal tensors.
 
         The name matters if every rank updates all weights itself, since processors round differently.
@@ -76,7 +79,7 @@ class ReplicaDigests:
         self._is_compared = False
         self._digests: list[Tensor] = []
         self._history = torch.zeros((), dtype=torch.int64, device=device)  # of all steps since a comparison
-        self._next_history = self._history  # with this step, which may be repeated
+        self._next_history = self._history  # with this step; `begin` discards it if the step is repeated
         optimizer.register_step_pre_hook(lambda *_: self._digest_once())
 
     def begin(self, is_compared: bool) -> None:
@@ -173,7 +176,8 @@ def digest_tensors(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     sums = [_sum_bits(vector).to(device) for vector in vectors if vector.numel()]
     if not sums:
         return torch.zeros((), dtype=torch.int64, device=device)
-    # Different odd factors, so that values swapped between two tensors change the digest.
+    # Different odd factors, so that values swapped between two vectors change the digest. Swaps inside of one
+    # are not found.
     factors = torch.arange(1, 2 * len(sums), 2, device=device)
     return (torch.stack(sums) * factors).sum()
 

@@ -93,8 +93,8 @@ log = logging.getLogger(__name__)
 
 CHANGEABLE_SECTIONS = ("data", "eval", "loader", "batch")
 """Sections of the recipe that overrides may change."""
-USED_SECTIONS = ("data", "eval", "model", "objective")
-"""Sections of the recipe that are used here, so that they may have no redacted value."""
+SECTIONS_WITHOUT_SECRETS = ("data", "eval", "model", "objective")
+"""Sections of the recipe in which an override must replace every redacted value."""
 REMOTE_CODE = "model.trust_remote_code"
 """Key that an override has to set before Python code of a model's files runs here."""
 
@@ -109,29 +109,26 @@ class TrainedRun:
     """Folder of the checkpoint."""
     config: RunConfig
     """Recipe of the run with the overrides of this call, and with the run's tokenizer."""
-    split: dict[str, Any]
-    """Content of split.json: the split, the data and the batch of the run's last start."""
+    last_start: dict[str, Any]
+    """Content of split.json: DeepSpeed JSON, world size, batch, TF32 and data of the run's last start."""
 
     @property
     def micro_batch_size(self) -> int:
-        """Number of samples in a micro-batch of the overrides or the recipe.
-
-        If both leave it open, it is that of the run.
-        """
+        """Samples in a micro-batch: the number in the overrides or the recipe, else the one of the run."""
         batch = self.config.batch
         if isinstance(batch.micro_batch_size, int):
             return batch.micro_batch_size
-        size_of_run = self.split.get("micro_batch_size")
+        size_of_run = self.last_start.get("micro_batch_size")
         if isinstance(size_of_run, int):
             return size_of_run
-        deepspeed = self.split["deepspeed"]
+        deepspeed = self.last_start["deepspeed"]
         if deepspeed is not None:
             return int(deepspeed["train_micro_batch_size_per_gpu"])
-        return plan_batch(batch, int(self.split["world_size"])).micro_batch_size
+        return plan_batch(batch, int(self.last_start["world_size"])).micro_batch_size
 
     @property
     def sequence_length(self) -> int | None:
-        """Number of tokens in a row; `None` if rows are not tokens."""
+        """Number of tokens in a row; `None` if rows have no fixed length."""
         return self.config.data.tokens_per_row
 
 
@@ -140,7 +137,7 @@ def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], impo
 
     Args:
         path: Run directory, or one of its checkpoints.
-        step: Checkpoint of the run: a step, `last` or `best`.
+        step: Which checkpoint, if `path` is a run directory: a step, `last` or `best`.
         overrides: `key=value` of data, eval, loader and batch.
         import_paths: Whether the recipe may name code to run.
 
@@ -152,9 +149,11 @@ def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], impo
     run, checkpoint, _ = find_checkpoint(path, str(step), "step")
     changed_keys = [".".join(parse_override(argument)[0]) for argument in overrides]
     recipe = read_yaml(run / "recipe.yaml").tree
-    redacted_keys = [key for key in _find_redacted_keys(recipe) if _section_of(key) in USED_SECTIONS]
+    redacted_keys = [
+        key for key in _find_redacted_keys(recipe) if _section_of(key) in SECTIONS_WITHOUT_SECRETS
+    ]
     for key in redacted_keys:
-        # An override of a key also replaces all keys below it.
+        # An override of a key also replaces all keys below it; outside of CHANGEABLE_SECTIONS see below.
         if not any(f"{key}.".startswith(f"{changed}.") for changed in changed_keys):
             raise ConfigError(
                 f"{run / 'recipe.yaml'}: {key} is {REDACTED}, because a run stores no secrets; append it to "
@@ -213,7 +212,7 @@ def _use_tokenizer_of_run(config: RunConfig, folder: Path) -> RunConfig:
 def read_data(trained: TrainedRun) -> DataBundle:
     """Prepare the data that the recipe names, and warn if the run was trained on other data."""
     data = prepare_data(trained.config.data)
-    if data.fingerprint != trained.split.get("data"):
+    if data.fingerprint != trained.last_start.get("data"):
         log.warning("this is not the data of the run: the results differ from those of its own evaluations")
     return data
 
@@ -294,8 +293,8 @@ def _load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> Infe
             language model.
     """
     config = trained.config
-    deepspeed = trained.split["deepspeed"]
-    allow_tf32(bool(trained.split.get("tf32")))
+    deepspeed = trained.last_start["deepspeed"]
+    allow_tf32(bool(trained.last_start.get("tf32")))
     language = config.model.language_model
     if language is not None:
         from pipeline.models.huggingface import build_from_description
@@ -309,11 +308,15 @@ def _load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> Infe
         section = section.model_copy(update={"fp8": "none"})
     load_weights(model, section, NoSharding(), job, open_checkpoint)
     is_half = deepspeed is not None and get_precision(deepspeed) != "fp32"
-    is_autocast = is_half and language is None  # as in training: language models compute without autocast
-    model = apply_transforms(model, section, TransformContext(job.device, is_autocast=is_autocast))
+    # As in training: under DeepSpeed, language models compute without autocast, and other models with it.
+    deepspeed_autocasts = is_half and language is None
+    model = apply_transforms(model, section, TransformContext(job.device, is_autocast=deepspeed_autocasts))
     if deepspeed is None:
         precision = str(config.engine.precision)
         if precision == "auto":
             precision = "bf16" if describe_device(job.device).bf16 else "fp32"
+        # Plain PyTorch has fp32 weights, and always computes under autocast.
         return InferenceEngine(model, precision, job.device, casts=False, autocast=True)
-    return InferenceEngine(model, get_precision(deepspeed), job.device, casts=True, autocast=is_autocast)
+    return InferenceEngine(
+        model, get_precision(deepspeed), job.device, casts=True, autocast=deepspeed_autocasts
+    )

@@ -180,7 +180,8 @@ def _build_module(config: RunConfig) -> nn.Module:
         MetaDeviceSharding(),
         vocab_size=vocabulary_size,
         sequence_length=config.data.tokens_per_row,
-        # Not known before the answers are prepared. With 1, the check of positions passes.
+        # The longest row of preferences is known only when they are prepared. 1 passes the check against the
+        # number of positions of the model.
         longest=1 if config.data.kind == "preference" else None,
         num_classes=num_classes or NUM_CLASSES.get(config.data.kind, IMAGENET_CLASSES),
         num_channels=images.channels if images is not None else None,
@@ -217,7 +218,7 @@ def flops_per_token(
     if counts is None:
         return None
     flops_per_element = 4.0 if frozen else 6.0
-    return flops_per_element * (counts.blocks + counts.head) + 6.0 * counts.attention
+    return flops_per_element * (counts.blocks + counts.outside) + 6.0 * counts.attention
 
 
 def block_flops_per_token(model: nn.Module, sequence_length: int) -> float:
@@ -235,8 +236,8 @@ class MultiplyAdds(NamedTuple):
 
     blocks: float
     """Number for the matrices of blocks."""
-    head: float
-    """Number for other matrices, such as the head."""
+    outside: float
+    """Number for the matrices outside of blocks, such as the head."""
     attention: float
     """Number for queries with keys, and for attention weights with values."""
 
@@ -259,11 +260,11 @@ def _count_multiply_adds(model: nn.Module, sequence_length: int, causal: bool) -
     num_keys = sum(_count_keys(window, sequence_length, causal) for window in _list_windows(text))
     in_blocks, outside = _count_matrix_elements(config, text)
     return MultiplyAdds(
-        blocks=in_blocks, head=outside, attention=heads * (key_width + value_width) * num_keys
+        blocks=in_blocks, outside=outside, attention=heads * (key_width + value_width) * num_keys
     )
 
 
-def compute_fp8_share(model: nn.Module, recipe: str, token_flops: float | None) -> float:
+def compute_fp8_share(model: nn.Module, scaling: str, token_flops: float | None) -> float:
     """Return the share of a token's FLOPs that is in fp8, from 0 to 1.
 
     An fp8 layer computes its output and two gradients. All three products are in fp8, except that
@@ -271,16 +272,16 @@ def compute_fp8_share(model: nn.Module, recipe: str, token_flops: float | None) 
 
     Args:
         model: The model; only its config is read.
-        recipe: The value of `model.fp8`.
+        scaling: The value of `model.fp8`.
         token_flops: The result of `flops_per_token`.
     """
-    if recipe == "none" or token_flops is None:
+    if scaling == "none" or token_flops is None:
         return 0.0
     from pipeline.models.fp8 import find_fp8_layers
 
     full_model = _build_without_values(model.config)
     elements = sum(layer.in_features * layer.out_features for layer in find_fp8_layers(full_model))
-    flops_per_element = 4.0 if recipe == "rowwise_with_gw_hp" else 6.0
+    flops_per_element = 4.0 if scaling == "rowwise_with_gw_hp" else 6.0
     return flops_per_element * elements / token_flops
 
 
@@ -309,7 +310,7 @@ def _list_windows(text: Any) -> list[float]:
 def _count_keys(window: float, length: int, causal: bool) -> float:
     """Return the number of keys that a token attends to: the tokens of the row, or of the window if shorter.
 
-    If `causal`, return the mean over the row of the numbers that are not masked.
+    If `causal`, masked keys do not count, and the result is the mean over the tokens of the row.
     """
     max_keys = min(window, length)
     return max_keys - max_keys**2 / (2 * length) if causal else max_keys

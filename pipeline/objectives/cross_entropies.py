@@ -94,7 +94,7 @@ def count_tokens_per_expert(
 def compute_balance_sum(
     logits_NE: Sequence[Tensor], is_counted_BT: Tensor, router: RouterSettings, tokens_E: Tensor
 ) -> Tensor:
-    """Return the micro-batch's part of the load-balancing loss, times the global batch's counted tokens.
+    """Return the micro-batch's part of the load-balancing loss, not yet divided by the counted tokens.
 
     As in transformers, the loss is E x sum over experts of (share of tokens routed to the expert) x (mean
     probability of the expert). Shares and probabilities are means over the layers. Gradients flow through the
@@ -166,11 +166,11 @@ class VocabularyObjective(BaseObjective):
             self._check_labels(batch, head.out_features)
         with compute_loss_in_head(head, labels_BT, per_token, self._kernels) as state:
             output = self._call(model, batch)
-        logits = get_logits(output)  # losses in place of logits, if the head computed these
+        result = get_logits(output)  # losses of the tokens if the head has computed the loss, else logits
         if not state.has_computed_loss:
-            losses = self._compute_from_logits(batch, logits, per_token)
+            losses = self._compute_from_logits(batch, result, per_token)
         else:
-            losses = logits if per_token else logits.sum()
+            losses = result if per_token else result.sum()
         return losses, output
 
     def _compute_from_logits(self, batch: Batch, logits_BTV: Tensor, per_token: bool) -> Tensor:
@@ -197,8 +197,8 @@ class VocabularyObjective(BaseObjective):
         Raises:
             DataError: The batch has no labels, or not one label for each token.
         """
-        name = find_labels(batch, ("labels", "shift_labels"), self.name)
-        labels_BT: Tensor = batch.get("shift_labels", batch[name])
+        names = ("shift_labels",) if "shift_labels" in batch else ("labels",)
+        labels_BT: Tensor = batch[find_labels(batch, names, self.name)]
         if labels_BT.dim() != 2:
             raise DataError(
                 f"objective {self.name} expects a label for each token, (samples, tokens), but the batch has "
@@ -218,8 +218,8 @@ class CausalLM(VocabularyObjective):
     the counted tokens of the global batch is minimised too. That loss multiplies two sums over the global
     batch, so the tokens of each expert are counted before the first backward; see `prepare_step`.
 
-    If the model's logits are the unchanged outputs of its last layer, no logits are computed: see
-    linear_cross_entropy.py. Otherwise see logits_cross_entropy.py.
+    If the model returns its last layer's outputs unchanged as logits, the loss is computed in that layer,
+    without the logits: see linear_cross_entropy.py. Otherwise see logits_cross_entropy.py.
     """
 
     unit = "tokens"
@@ -238,7 +238,10 @@ class CausalLM(VocabularyObjective):
         return count
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        """See Objective. Collective in training, if the routers have a load-balancing loss."""
+        """See Objective.
+
+        Collective in a training step of one micro-batch, if the routers have a load-balancing loss.
+        """
         loss_sum, output = self.compute_losses(model, batch)
         is_counted_BT = self._get_labels(batch) != IGNORE_INDEX
         count = is_counted_BT.sum()

@@ -17,12 +17,19 @@ from pipeline.files import GIB, MIB
 
 @dataclass(frozen=True)
 class Gpu:
-    """Speeds and memory of one GPU, as torch counts devices. A number is 0 if it is not known."""
+    """Speeds and memory of one device of torch.
+
+    A speed is 0 if it is unknown, or if the GPU has no such part.
+    """
 
     name: str
     """Name in the list of data sheets, such as `A100 SXM 80GB`; torch's or the driver's if not listed."""
     memory: int
-    """Bytes of memory in total by `torch.cuda.mem_get_info`, which is less than the data sheet says."""
+    """Bytes of memory in total.
+
+    In the list by `torch.cuda.mem_get_info`, which is less than the data sheet says; otherwise by the driver,
+    or as given.
+    """
     bf16: float = 0.0
     """Dense peak in FLOP/s; 0 if the GPU has no units for it."""
     fp16: float = 0.0
@@ -43,7 +50,10 @@ class Gpu:
     """Bytes of host memory for each GPU in machines with this GPU."""
 
     def peak(self, precision: str, tf32: bool = False) -> float | None:
-        """Return the dense peak in FLOP/s for `fp32` (or TF32), `bf16` or `fp16`; `None` if unknown."""
+        """Return the dense peak in FLOP/s for `fp32` (or TF32), `bf16` or `fp16`.
+
+        `None` if it is unknown, or if the GPU has no units for it.
+        """
         single = self.tf32 if tf32 and self.tf32 else self.fp32
         return {"bf16": self.bf16, "fp16": self.fp16, "fp32": single}[precision] or None
 
@@ -183,7 +193,7 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, fp8_share: 
 
 
 NODE_NETWORK_GBITS = 100
-"""Gbit/s of a whole node's network, for GPUs that no vendor builds into nodes with a network card each."""
+"""Gbit/s of a whole node's network, if the data sheet has no network card for each GPU."""
 
 
 def choose_network_rate(gigabits: float | None, gpu: Gpu, per_node: int) -> float:
@@ -220,7 +230,7 @@ class PlannedHardware:
     network: float
     """Bytes per second that one GPU can send to other machines."""
     host_memory: int | None = None
-    """Bytes of main memory in one machine; `None` if the ranks themselves compute in it."""
+    """Bytes of main memory in one machine; `None` if CPUs compute: then `memory` is a share of it."""
     assumes_host: bool = False
     """Whether `host_memory` is assumed to be what machines with such GPUs usually have."""
     document_tokens: int | None = None
@@ -254,11 +264,13 @@ def resolve_hardware(
 
     Args:
         name: Name of the GPU; `None` if the command line has none.
-        memory_gib: GiB of memory of one GPU; `None` takes the listed memory.
+        memory_gib: GiB of memory of one GPU; `None` takes the listed memory, or this machine's if there is no
+            name.
         per_node: Number of GPUs in a machine.
         nodes: Number of machines.
         network: Gbit/s of the network card of one GPU, see `choose_network_rate`.
-        host_memory_gib: GiB of main memory in one machine; `None` takes what is usual with this GPU.
+        host_memory_gib: GiB of main memory in one machine; `None` takes what is usual with this GPU, or this
+            machine's if `name` and `memory_gib` are `None`.
         document_tokens: Number of tokens in an average document; `None` if not stated.
 
     Raises:
@@ -290,7 +302,7 @@ def resolve_hardware(
 def detect_hardware(
     per_node: int, nodes: int = 1, network: float | None = None, host: int | None = None
 ) -> PlannedHardware:
-    """Return this machine's GPUs, or its CPU cores shared among the ranks.
+    """Return this machine's GPUs by nvidia-smi; without either, its CPU cores shared among the ranks.
 
     Args:
         per_node: Number of ranks on a machine.

@@ -1,8 +1,9 @@
 """Explains in one line that a device ran out of memory or failed: where, with which numbers, what helps.
 
-Advice on memory is a list of overrides to append to the command, each with its gain. A change is listed only
-if the settings accept it. The phase comes from the tag on the exception, see distributed.progress. Nothing
-here calls a failed device.
+Advice on memory is a list of changes, the best first: overrides to append to the command, with their gains if
+there is a forecast, and remedies outside of the run. The planner's changes are listed only if the settings
+accept them. The phase comes from the tag on the exception, see distributed.progress. Nothing here calls a
+failed device.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pipeline.planner.changes import (
 from pipeline.planner.forecast import Forecast
 
 MAX_CHANGES = 3
-"""Largest number of changes that are listed, at most one of each kind."""
+"""Largest number of changes in the advice of TrainingAdvice; of the planner's, at most one of each kind."""
 log = logging.getLogger(__name__)
 
 
@@ -62,7 +63,7 @@ class MemoryAdvice(NamedTuple):
     changes: list[str]
     """Texts of changes, the best first."""
     circumstances: str = ""
-    """Addition to the place in the message, such as ` at micro_batch_size 8`; may be empty."""
+    """Text after the phase in the message, such as ` at micro_batch_size 8`; may be empty."""
     facts: tuple[str, ...] = ()
     """Texts about the memory in use by owner, and about the forecast."""
 
@@ -96,7 +97,7 @@ class TrainingAdvice:
                 batch = self.settings.resolve(self.job.ranks.world_size, device).batch_plan
                 if not batch.is_provisional:
                     circumstances = f" at micro_batch_size {batch.micro_batch_size}"
-                if shortage.kind == device.kind:  # not the host's memory beside a GPU
+                if shortage.kind == device.kind:  # else the host's memory ran out although the run uses a GPU
                     forecast_changes = self._forecast_changes(shortage)
                     if forecast_changes is None:
                         changes = list(self._list_accepted_changes())
@@ -114,7 +115,7 @@ class TrainingAdvice:
         return MemoryAdvice(texts[:MAX_CHANGES], circumstances, tuple(facts))
 
     def advise_on_killed(self) -> str:
-        """Return the advice to show on other ranks if the kernel killed a rank for the host's memory.
+        """Return the advice that other ranks show if a rank was killed because the host's memory ran out.
 
         May run on another thread than training.
         """
@@ -231,7 +232,7 @@ def advise_on_files(shortage: MemoryShortage) -> MemoryAdvice:
 
 
 def list_outside_remedies(kind: str) -> list[str]:
-    """Return remedies that change nothing in the run itself, for memory of kind `cuda` or `cpu`."""
+    """Return remedies that need no override, for memory of kind `cuda` or `cpu`."""
     if kind == "cuda":
         return [
             "a GPU that no other process uses (nvidia-smi), or a larger one",

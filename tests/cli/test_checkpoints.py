@@ -125,7 +125,7 @@ def test_a_machines_part_is_shown_as_one(tmp_path, look):
     for what, state in ([], "complete"), (["verify"], "verified"):
         code, lines, _ = look(*what, path=tmp_path)
         assert code == 0
-        assert f"{state}, 1 of 2 files  plain, 2 ranks" in lines[1]
+        assert f"{state}, 1 of 2 files here  plain, 2 ranks" in lines[1]
 
 
 def test_the_difference_names_tensors_and_amounts(run, look):

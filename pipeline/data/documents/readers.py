@@ -2,7 +2,8 @@
 
 Each reader yields (location, record). The location names file and line, or file and row, for messages. A
 reader takes a range of a file, a policy for records that cannot be used, and the name of the only field that
-is needed (`None` for all fields). Readers that cannot skip fields ignore this name. All raise DataError.
+is needed (`None` for all fields). Tables and the standard library do not use the policy. Readers that cannot
+skip fields yield all of them. A file that cannot be read raises DataError.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def _parse_line(line: bytes, where: str, offset: int) -> dict[str, Any] | None:
 
 
 def read_json(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield the objects in a list; a file with one object per line, as many tools write, is read as JSONL."""
+    """Yield the objects in a list; a file of several lines with one object each is read as JSONL."""
     with open_stream(span.path, span.compression) as stream:
         text = decode_utf8(stream.read(), span.path, 0).removeprefix(BYTE_ORDER_MARK).strip()
     try:
@@ -244,8 +245,8 @@ def read_json(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterat
 def read_csv(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
     """Yield the rows as dicts; the first row names the fields. Quoted fields may contain line breaks.
 
-    If all fields are needed (`field` is `None`), a cell that contains conversation turns as JSON becomes a
-    list of turns. Removes the csv module's limit on the size of a field, for the entire process.
+    If all fields are needed (`field` is `None`), a cell that contains a conversation turn, or a list of
+    turns, as JSON is decoded. Removes the csv module's limit on the size of a field, for the entire process.
     """
     csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
     with open_stream(span.path, span.compression) as stream:

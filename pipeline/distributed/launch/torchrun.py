@@ -1,7 +1,8 @@
 """Implements launch/torchrun.sh: `python -m pipeline.distributed.launch.torchrun ...`.
 
 It adds the options that a run over several machines needs, checks the recipe, and replaces its process with
-torchrun. The check comes first because torchrun would restart a run with a wrong recipe repeatedly.
+torchrun. The check comes first because torchrun would start a run with a wrong recipe again at each
+of its restarts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def build_command(argv: Sequence[str]) -> list[str]:
         argv: Options of torchrun, then arguments of train.py.
 
     Raises:
-        LaunchError: Several machines have no rendezvous endpoint, or the value of an option is invalid.
+        LaunchError: Several machines have neither a rendezvous endpoint nor a master address, or the value of
+            an option is invalid.
     """
     options, arguments = split_arguments(argv)
     parsed = _parse_options(options)
@@ -114,9 +116,10 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
     return host.strip("[]"), port
 
 
-def wait_for_others(words: Sequence[str]) -> None:
-    """Wait until the rendezvous endpoint can be reached. Does nothing on the machine that serves it.
+def wait_for_endpoint(words: Sequence[str]) -> None:
+    """Wait until the rendezvous endpoint can be reached.
 
+    Does nothing on the machine that serves it, if `rdzv_conf` has `is_host`, or if the backend is not c10d.
     torchrun itself would print nothing while it waits, and end with a traceback.
 
     Args:
@@ -166,14 +169,15 @@ def check_node_counts(words: Sequence[str]) -> int:
         words: Command line of torchrun.
 
     Returns:
-        Exit code of the plan for the highest number of machines: 0 if the run can start, 2 for bad input.
+        Exit code of the plan for the highest number of machines: 0 if the run can start, or if nothing is
+        planned because --nproc-per-node is no number; 2 for bad input.
     """
     train_position = words.index(str(TRAIN_SCRIPT))
     parsed = _parse_options(words[1:train_position])
     lowest, _, highest = parsed.get("nnodes", "1").partition(":")
     ranks_per_node = parsed["nproc_per_node"]
-    if not (ranks_per_node + lowest + highest).isdecimal():
-        return 0  # with `gpu` or `auto` torchrun itself counts the devices
+    if not all(text.isdecimal() for text in (ranks_per_node, lowest, highest or lowest)):
+        return 0  # with `auto`, `cpu`, `gpu` or `xpu` torchrun itself counts the devices
     rank_variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in rank_variables}
     node_counts = range(int(highest or lowest), int(lowest) - 1, -1)
@@ -209,7 +213,7 @@ def _launch(argv: Sequence[str]) -> int:
     if code:
         return code
     try:
-        wait_for_others(words)
+        wait_for_endpoint(words)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1  # not 2, because the input is right and the endpoint may be reachable later

@@ -4,8 +4,8 @@ Every run writes its own report at its end. The file has about 5 MB, mostly plot
 plotly.js from a server could not be opened on a cluster without internet access, or in five years.
 
 The data is JSON in a script element, and all texts become text nodes. A content security policy permits only
-the two scripts that have the page's random nonce. Smoothing and bins are computed in Python over all rows,
-since the average of thinned rows differs from the average of all rows.
+the two scripts that have the page's random nonce. Curves are thinned for the page; smoothing and bins are
+computed before that, over all rows.
 """
 
 from __future__ import annotations
@@ -144,15 +144,16 @@ def render_page(data: str) -> str:
 
 
 def write_final_report(directory: Path) -> Path | None:
-    """Write the report of a run that has ended and whose trackers are closed, within REPORT_TIMEOUT.
+    """Write the report of a run that has ended and whose trackers are closed; wait at most REPORT_TIMEOUT.
 
-    The report is written on a daemon thread. Raises nothing: Ctrl-C ends only the report.
+    A daemon thread writes it, and continues after the timeout as long as the process lives. Raises nothing:
+    Ctrl-C ends only the wait.
 
     Args:
         directory: Directory of the run.
 
     Returns:
-        Path of the report; `None` after a failure or a timeout, which a log line explains.
+        Path of the report; `None` after a failure or a timeout, which are logged, or after Ctrl-C.
     """
     path = directory / REPORT_FILE
     written: list[Path] = []
@@ -178,7 +179,9 @@ def write_final_report(directory: Path) -> Path | None:
 
 
 def report_killed_run(directory: Path, advise: Callable[[], str]) -> Event | None:
-    """Write the report of a run whose last process ended silently, before the run resumes.
+    """If the last process of a run ended silently, write the run's report and return an event about it.
+
+    Call this before the run resumes.
 
     Args:
         directory: Directory of the run.

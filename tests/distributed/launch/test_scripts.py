@@ -236,7 +236,7 @@ def test_an_endpoint_without_a_machine_is_told(capfd):
     )
     named = r"\S+ does not reach the rendezvous endpoint, nowhere.invalid:29400 \("
     with pytest.raises(LaunchError, match=named):
-        torchrun.wait_for_others(words)
+        torchrun.wait_for_endpoint(words)
     assert re.match(f"waiting: {named}", capfd.readouterr().err)
 
 
