@@ -223,7 +223,7 @@ WEIGHTS = [
         ["model.weights: nowhere does not exist"],
         recipe={"model.weights": "./nowhere"},
     ),
-    weights("weights of an unknown suffix", "w.npz", "x", "w.npz cannot be read", ".safetensors"),
+    weights("weights of an unknown suffix", "w.npz", "x", "w.npz is of no known format", ".safetensors"),
     weights("safetensors of nothing", "w.safetensors", "", "cannot be read as safetensors"),
     weights(
         "safetensors that are text", "w.safetensors", "hello, this is text", "cannot be read as safetensors"
