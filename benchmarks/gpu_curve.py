@@ -114,7 +114,7 @@ def capture_notes() -> Iterator[list[str]]:
     lines: list[str] = []
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     handler.addFilter(lambda record: record.getMessage().startswith(("compile:", "attention:")))
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     log.addHandler(handler)
     try:
         yield lines

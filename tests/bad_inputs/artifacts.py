@@ -154,7 +154,7 @@ PRETRAINED = [
     *nightly(
         pretrained("weights of nothing", writes(MODEL, ""), "its weights cannot be read as safetensors"),
         pretrained(
-            "a header of a petabyte", writes(MODEL, struct.pack("<Q", 1 << 50) + b"{}"), "no safetensors"
+            "a header of a petabyte", writes(MODEL, struct.pack("<Q", 1 << 50) + b"{}"), "as safetensors"
         ),
         pretrained("a config of deep JSON", writes("config.json", "[" * 100_000)),
         pretrained(

@@ -390,7 +390,7 @@ def test_a_base_that_is_quantized_already_is_refused(tmp_path, wide):
     config = json.loads((tmp_path / "own" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "own" / "config.json").write_text(json.dumps(config))
-    match = r"already quantized \(bitsandbytes\); give the original ones"
+    match = r"already quantized \(bitsandbytes\); use the original model"
     with pytest.raises(ModelError, match=match):
         pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
     for given in (

@@ -106,7 +106,7 @@ def test_a_gpu_that_is_not_there_prints_the_command_that_looks(tmp_path, run_els
     said = launch(
         "--config", str(write_recipe(tmp_path)), DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES=""
     ).stderr
-    done = run_elsewhere(one(r"driver and torch: (.*)", said), "--quick")
+    done = run_elsewhere(one(r"find the cause with (.*)", said), "--quick")
     assert done.stdout.startswith("project "), done.stderr
 
 

@@ -78,5 +78,5 @@ def test_a_rank_is_compared_with_those_of_its_stage(ranks, tmp_path):
     ranks(4).run(warnings_of_a_run, tmp_path, SPLITS["pipeline"], 2)
     (event,), _ = slow_events(tmp_path)
     assert (event["rank"], event["phase"]) == (2, "forward")
-    assert " and the median rank of its stage " in event["message"]
+    assert "(the median rank of its stage: " in event["message"]
     assert event["step"] <= 20
