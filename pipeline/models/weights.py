@@ -355,7 +355,7 @@ def _refuse_quantized(folder: Path) -> None:
         raise build_weights_error(
             folder,
             f"has weights that are already quantized ({get_quantization_method(quantization)}); "
-            "give the original ones",
+            "use the original model",
         )
 
 
