@@ -179,9 +179,9 @@ def write_final_report(directory: Path) -> Path | None:
 
 
 def report_killed_run(directory: Path, advise: Callable[[], str]) -> Event | None:
-    """If the last process of a run ended silently, write the run's report and return an event about it.
+    """Write the report of a run whose last process ended silently, and return an event about that end.
 
-    Call this before the run resumes.
+    Does nothing otherwise. Call this before the run resumes.
 
     Args:
         directory: Directory of the run.
