@@ -64,7 +64,7 @@ class Peers:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank creates, renames and removes folders on its file system."""
+        """Return whether this rank creates, renames and removes folders on its file system."""
         return self.leader == self.rank
 
     @property

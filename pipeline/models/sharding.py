@@ -62,7 +62,7 @@ class Sharding(Protocol):
 
     @property
     def loads_by_tensor(self) -> bool:
-        """Whether pretrained weights are loaded one tensor at a time, into a model that is divided before."""
+        """Return whether pretrained weights are loaded one tensor at a time into the divided model."""
         ...
 
     @property

@@ -49,7 +49,7 @@ class FusedKernels:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether callers can use the kernels. They are compiled at their first call, which may fail."""
+        """Return whether callers can use the kernels. Their first call compiles them, which may fail."""
         return bool(self._compiled)
 
     def compute_loss(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:

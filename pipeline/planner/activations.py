@@ -148,17 +148,17 @@ class MicroBatchSpec:
 
     @property
     def is_last(self) -> bool:
-        """Whether the rank has the output layer."""
+        """Return whether the rank has the output layer."""
         return self.stage == self.stages - 1
 
     @property
     def adapted(self) -> bool:
-        """Whether blocks have low-rank matrices, and only these are trained."""
+        """Return whether blocks have low-rank matrices, and only these are trained."""
         return self.adapter is not None
 
     @property
     def selective(self) -> bool:
-        """Whether blocks keep only the results of matrix products, and recompute the rest."""
+        """Return whether blocks keep only the results of matrix products, and recompute the rest."""
         return self.recompute.mode == "selective"
 
     @property

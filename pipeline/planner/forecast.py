@@ -48,7 +48,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run fits; `None` if activations are not known and all else fits."""
+        """Return whether the run fits; `None` if activations are not known and all else fits."""
         if self.lacking:
             return False
         return True if self.memory.is_complete else None

@@ -426,7 +426,7 @@ class RankSlice:
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed uses its BF16_Optimizer, which adds gradients up in a flat fp32 copy."""
+        """Return whether DeepSpeed uses its BF16_Optimizer, which adds gradients up in a flat fp32 copy."""
         if self.split.precision != "bf16" or self.stage != 1 or self.offloads("optimizer"):
             return False
         return self.split.pipeline_stages > 1 or self.gradient_size == 4

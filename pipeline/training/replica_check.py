@@ -71,7 +71,7 @@ class ReplicaCheck:
 
     @property
     def is_on(self) -> bool:
-        """Whether any replicas are compared."""
+        """Return whether any replicas are compared."""
         return self._every > 0
 
     def begin(self, step: int) -> None:

@@ -82,7 +82,7 @@ class Safeguard:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the run may roll back to a checkpoint."""
+        """Return whether the run may roll back to a checkpoint."""
         return "rollback" in (self._watch.on_spike, self._watch.on_nonfinite)
 
     @property

@@ -66,7 +66,7 @@ class WrittenConversation:
 
     @property
     def is_escaped(self) -> bool:
-        """Whether the conversation's content contains a special token."""
+        """Return whether the conversation's content contains a special token."""
         return QUOTE_BEGIN in self.text
 
 

@@ -444,5 +444,5 @@ class TokenStore:
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether some tokens may be excluded from the loss."""
+        """Return whether some tokens may be excluded from the loss."""
         return any(part.has_loss_mask for part in self.parts)

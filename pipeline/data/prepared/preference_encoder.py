@@ -43,7 +43,7 @@ class _Judged:
 
     @property
     def is_plain(self) -> bool:
-        """Whether prompt and answer are plain text."""
+        """Return whether prompt and answer are plain text."""
         return isinstance(self.example.prompt, str)
 
 

@@ -97,12 +97,12 @@ class MultiNodeLaunch:
 
     @property
     def uses_mpi(self) -> bool:
-        """Whether mpirun starts the ranks."""
+        """Return whether mpirun starts the ranks."""
         return bool(self.options.launcher == "openmpi")
 
     @property
     def needs_include(self) -> bool:
-        """Whether the launcher needs --include, because the devices of a node are not its first ones."""
+        """Return whether the launcher needs --include: the devices of a node are not its first ones."""
         return any(numbers != list(range(len(numbers))) for numbers in self.devices.values())
 
     def format_hostfile(self) -> str:

@@ -104,7 +104,7 @@ class _NodeState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the node is lost, or its ranks have ended and not all of them have reported success."""
+        """Return whether the node is lost, or its ranks have ended and not all reported success."""
         are_all_zero = all(record["code"] == 0 for record in self.exit_records.values())
         has_succeeded = bool(self.exit_records) and are_all_zero
         return self.is_lost or (self.has_no_process and not has_succeeded)

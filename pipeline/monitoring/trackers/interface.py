@@ -367,7 +367,7 @@ class Trackers:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no trackers, or they are closed."""
+        """Return whether there are no trackers, or they are closed."""
         return not self._trackers
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
