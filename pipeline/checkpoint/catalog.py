@@ -31,7 +31,7 @@ from pipeline.files import format_bytes
 
 PARTIAL = ".partial"  # suffix of a folder that is no checkpoint: it is being written or removed
 REPLACED = f".replaced{PARTIAL}"  # suffix of a checkpoint while a new save of its step takes its place
-LOGGED_BYTES = 2_000_000_000  # from this size on, the start of a verification is logged: it takes seconds
+LOGGED_BYTES = 2_000_000_000  # from this size on, reads of a checkpoint are logged: they take seconds
 COMPARED_VALUES = 1 << 22  # number of values that are compared at a time: 32 MiB in fp64
 LINK_PROBLEM = "a symbolic link, and links are not followed: they may lead out of the run directory"
 log = logging.getLogger(__name__)
@@ -352,7 +352,8 @@ def _verify_on_all_machines(path: Path, peers: Peers) -> tuple[Manifest | None, 
     all_damages = list(itertools.chain(*damages_by_rank))
     if all_damages:
         return None, all_damages[0]
-    log.info("%s: every byte read and compared in %.1f s", path.name, time.perf_counter() - began)
+    level = logging.INFO if manifest.num_bytes > LOGGED_BYTES else logging.DEBUG
+    log.log(level, "%s: every byte read and compared in %.1f s", path.name, time.perf_counter() - began)
     return manifest, ""
 
 

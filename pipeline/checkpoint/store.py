@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.catalog import (
+    LOGGED_BYTES,
     PARTIAL,
     REPLACED,
     Pruner,
@@ -805,7 +806,9 @@ class CheckpointStore:
         manifest, skipped_steps = find_newest_verified(self.folder, self._peers)
         self._pruner.damaged_steps |= skipped_steps
         if manifest is not None:
-            log.info("resuming %s from %s", self.folder.parent, manifest.folder.name)
+            log.info(
+                "resuming %s from %s, saved by %s", self.folder.parent, manifest.folder.name, manifest.split
+            )
         return manifest
 
     @tag_errors(Phase.RESUMING)
@@ -823,13 +826,9 @@ class CheckpointStore:
         with CheckpointReader(manifest) as reader:
             engine.restore(reader)
         self._saved[manifest.global_step] = manifest.state.get("eval_loss") is not None
-        log.info(
-            "%s, saved by %s: %.0f MB read in %.1f s",
-            manifest.folder.name,
-            manifest.split,
-            manifest.num_bytes / 1e6,
-            time.perf_counter() - began,
-        )
+        seconds = time.perf_counter() - began
+        level = logging.INFO if manifest.num_bytes > LOGGED_BYTES else logging.DEBUG
+        log.log(level, "%s: %.0f MB read in %.1f s", manifest.folder.name, manifest.num_bytes / 1e6, seconds)
         return manifest.state
 
     def roll_back(self, engine: EngineState, until: int) -> dict[str, Any] | None:

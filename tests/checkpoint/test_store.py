@@ -216,7 +216,7 @@ def test_damaged_ones_are_skipped_and_told(tmp_path, caplog):
     assert "step-00000003 is skipped" in told[1]
     # What is said before anything is loaded: why not those, then which.
     said = [line for line in lines if "is skipped" in line or "resuming" in line]
-    assert said[2:] == [f"resuming {tmp_path.parent} from step-00000002"]
+    assert said[2:] == [f"resuming {tmp_path.parent} from step-00000002, saved by plain PyTorch"]
     # Going on: the damaged ones do not push out the good ones, and are written anew when their step comes.
     later.save(PlainEngine(0, 1, seed=3), state_at(3), wait=True)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]

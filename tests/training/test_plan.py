@@ -198,6 +198,28 @@ def test_the_plan_stands_before_the_first_step(told):
 
 
 @pytest.mark.slow
+def test_at_most_eight_lines_come_before_the_first_step(tmp_path):
+    """Warnings, and the lines of data that is prepared for the first time, come in addition."""
+    recipe = write_recipe(tmp_path)
+    adapter = tmp_path / "adapter.yaml"
+    adapter.write_text(json.dumps(json.loads(recipe.read_text()) | {"adapter": "lora"}))
+    assert launch("--config", str(recipe), "name=tiny-first").returncode == 0
+    run = run_directories(tmp_path)[-1]
+    cases = {
+        "new": ("--config", str(recipe)),
+        "resumed": ("--config", str(recipe), f"run_dir={run}", "name=tiny-first", "max_steps=12"),
+        "adapter": ("--config", str(adapter)),
+    }
+    for name, arguments in cases.items():
+        done = launch(*arguments)
+        assert done.returncode == 0, done.stderr
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
+        number = next(number for number, line in enumerate(lines, 1) if line.startswith("run  "))
+        assert number <= 8, (name, lines)
+        assert any(line.startswith("resuming ") for line in lines) == (name == "resumed")
+
+
+@pytest.mark.slow
 def test_evaluation_and_end_can_be_read_in_a_file(told):
     _, done, run = told
     lines = done.stdout.splitlines()
