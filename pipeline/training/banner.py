@@ -51,12 +51,9 @@ def generate_banner_lines(
     model = settings.config.model
     language = model.language_model
     name = model.kind if language is None else language.architecture or language.pretrained or model.kind
-    yield "model", f"{name}, {engine.num_parameters:,} parameters{trained}"
     adapter = settings.config.adapter
-    if adapter is not None:
-        origin = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
-        rate = f"learning rate {parts.learning_rate.peak:.2e}{origin}"
-        yield "adapter", f"{adapter.kind}{_describe_base(adapter, engine)}; {rate}"
+    base = "" if adapter is None else _describe_base(adapter, engine)
+    yield "model", f"{name}, {engine.num_parameters:,} parameters{trained}{base}"
     file = f" ({settings.deepspeed_path})" if settings.deepspeed_path is not None else ""
     ranks = f"{job.ranks.world_size} rank{'s' * (job.ranks.world_size > 1)} on {job.device.type}"
     yield "split", f"{resolved.split}{file}; {ranks}"
@@ -66,8 +63,11 @@ def generate_banner_lines(
     max_steps = parts.schedule.max_steps
     tokens = f", {max_steps * samples * length:,} tokens" if length else ""
     done = f"; {parts.start.global_step} done" if parts.start.global_step else ""
+    rate = ""
+    if settings.config.optimizer.learning_rate is None:
+        rate = f"; learning rate {parts.learning_rate.peak:.2e} by the model's width"
     speed = "" if parts.expectation.speed is None else f"; {parts.expectation.speed}"
-    yield "steps", f"{max_steps:,}, {max_steps * samples:,} samples{tokens}{done}{speed}"
+    yield "steps", f"{max_steps:,}, {max_steps * samples:,} samples{tokens}{done}{rate}{speed}"
     yield "memory", "; ".join(filter(None, (parts.expectation.memory, format_device_memory(job.device))))
     yield "run", f"{directory}: metrics.jsonl, checkpoints/, logs/"
 
