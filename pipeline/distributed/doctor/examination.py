@@ -27,6 +27,7 @@ from pipeline.distributed.doctor.machine_checks import (
     CHECKS,
     CheckResult,
     MachineQuestion,
+    format_sync_command,
     read_source_and_versions,
 )
 from pipeline.distributed.doctor.network import (
@@ -345,6 +346,10 @@ def describe_missing_answer(host: str, error: NoAnswerError) -> CheckRow:
         package = output.rpartition("named ")[2].splitlines()[0]
         text = f"{python} lacks a package of the project: {package}"
         fix = f"ssh {host} 'cd {folder} && {python} -m pip install -e .'"
+    elif "unexpected keyword argument" in output:  # a question with a field that only this version has
+        check = "project"
+        text = f"the project is not the version of the launching machine ({last_line})"
+        fix = format_sync_command().replace(HOST, host)
     return CheckRow(check, "fail", text, fix, (host,))
 
 

@@ -155,13 +155,18 @@ def read_versions() -> dict[str, str | None]:
     return versions
 
 
+def format_sync_command() -> str:
+    """Return the command that copies the launching machine's project to HOST."""
+    return f"rsync -a --delete --exclude runs {PROJECT}/ {HOST}:{PROJECT}/"
+
+
 def check_project(question: MachineQuestion) -> CheckResult:
     """Compare this machine's source files with those of the launching machine."""
     own = read_source_and_versions()
     commit = own["commit"]
     expected_commit = question.launching_machine["commit"]
     faults = []
-    fix = f"rsync -a --delete --exclude runs {PROJECT}/ {HOST}:{PROJECT}/"
+    fix = format_sync_command()
     if commit is not None and expected_commit is not None and commit != expected_commit:
         description = f"commit {commit[:10]}, but the launching machine has {expected_commit[:10]}"
         faults.append(Fault("fail", description, fix))

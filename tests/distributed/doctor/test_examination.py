@@ -104,6 +104,13 @@ def test_clocks():
             "pip install -e .",
         ),
         (134, "", "python", "exit code 134: no output", "by hand"),
+        (
+            1,
+            "Traceback ...\nTypeError: MachineQuestion.__init__() got an unexpected keyword argument 'x'",
+            "project",
+            "not the version of the launching machine",
+            "rsync -a --delete --exclude runs ",
+        ),
     ],
 )
 def test_a_host_that_does_not_answer(code, said, check, found, fix):
@@ -132,6 +139,20 @@ def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
     talking = ["sh", "-c", f"echo Welcome; exec {shlex.join(local_command(PROBE_MODULE))}"]
     assert abs(run_on(talking, measure_clock_offset)) < 0.1
     assert not [p for p in psutil.Process().children() if p.cmdline()[-2:] == ["-m", PROBE_MODULE]]
+
+
+@pytest.mark.slow
+def test_a_node_with_another_version_is_told_to_copy_the_project():
+    """Its probe does not know a field of the question."""
+
+    async def examine_there(node):
+        with pytest.raises(NoAnswerError) as ended:
+            await ask(node, "examine", {"a field of another version": 1})
+        return ended.value
+
+    row = describe_missing_answer("b", run_on(local_command(PROBE_MODULE), examine_there))
+    assert (row.check, row.status) == ("project", "fail")
+    assert f" b:{ROOT}/" in row.fix
 
 
 @pytest.mark.slow
