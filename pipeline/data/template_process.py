@@ -55,13 +55,15 @@ class TemplateProcess:
         self._connection, theirs = Pipe()
         self._process = os.fork()  # multiprocessing allows no children of daemons, such as workers of a pool
         if self._process == 0:
+            code = 1
             try:
                 self._connection.close()
                 _serve(theirs, template_arguments)
+                code = 0
             except BaseException:
                 traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
+            finally:  # also if the traceback cannot be printed: a copy of the parent must not go on
+                os._exit(code)
         theirs.close()
         self.close = weakref.finalize(self, _end_child, self._connection, self._process, os.getpid())
         self.turn_stop: str | None = self._call("turn_stop", [("the chat template",)])[0]

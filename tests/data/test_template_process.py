@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.data import template_process
 from pipeline.data.chat_layouts import Conversation
 from pipeline.data.chat_template import BUILT_IN
 from pipeline.data.template_process import TemplateProcess
@@ -64,3 +65,18 @@ def test_it_ends_when_its_owner_is_gone():
     while is_running(process) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(process)
+
+
+def test_it_ends_when_its_failure_cannot_be_printed(monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError("the terminal is gone")
+
+    owner = os.getpid()
+    monkeypatch.setattr(template_process, "_serve", fail)
+    monkeypatch.setattr(template_process.traceback, "print_exc", fail)
+    try:
+        with pytest.raises(DataError, match=r"ended unexpectedly \(code 1\)"):
+            TemplateProcess(BUILT_IN["chatml"], {}, [])
+    finally:
+        if os.getpid() != owner:  # the child went on in place of its owner
+            os._exit(2)
