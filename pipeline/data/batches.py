@@ -291,7 +291,8 @@ def stack_samples(samples: Sequence[Any], where: str = WHOLE_SAMPLES) -> Any:
         )
     if isinstance(first, PackedSequence):
         raise DataError(_PACKED_SEQUENCE_MESSAGE)
-    _check_same_type(samples, where)
+    are_numeric = [_is_numeric(sample) for sample in samples]  # reads every number of a list, so only once
+    _check_same_type(samples, are_numeric, where)
     prefix = "" if where == WHOLE_SAMPLES else f"{where}."
     if isinstance(first, Mapping):
         keys = [set(sample) for sample in samples]
@@ -300,10 +301,10 @@ def stack_samples(samples: Sequence[Any], where: str = WHOLE_SAMPLES) -> Any:
             names = ", ".join(sorted(map(str, missing_in_some)))
             raise DataError(f"{where} of one batch differ in their entries: some lack {names}")
         return {key: stack_samples([sample[key] for sample in samples], f"{prefix}{key}") for key in first}
-    is_list_of_numbers = where != WHOLE_SAMPLES and _is_numeric(first)
+    is_list_of_numbers = where != WHOLE_SAMPLES and are_numeric[0]
     if isinstance(first, (tuple, list)) and not is_list_of_numbers:
         return _stack_sequences(samples, where, prefix)
-    if not _is_numeric(first):
+    if not are_numeric[0]:
         return list(samples)
     tensors = [_to_tensor(sample) for sample in samples]
     shapes = list(dict.fromkeys(tuple(tensor.shape) for tensor in tensors))
@@ -312,12 +313,11 @@ def stack_samples(samples: Sequence[Any], where: str = WHOLE_SAMPLES) -> Any:
     return torch.stack(tensors)
 
 
-def _check_same_type(samples: Sequence[Any], where: str) -> None:
+def _check_same_type(samples: Sequence[Any], are_numeric: Sequence[bool], where: str) -> None:
     """Raise DataError if samples differ in type, apart from the types of which tensors are made."""
     type_names = list(dict.fromkeys(type(sample).__name__ for sample in samples))
     are_containers = {isinstance(sample, (Mapping, tuple)) for sample in samples}
-    are_numeric = {_is_numeric(sample) for sample in samples}
-    is_mixed = len(are_containers) > 1 or len(are_numeric) > 1
+    is_mixed = len(are_containers) > 1 or len(set(are_numeric)) > 1
     if is_mixed or (True in are_containers and len(type_names) > 1):
         raise DataError(
             f"{where} of one batch differ in type: {', '.join(type_names)}; return the same type for every "
