@@ -312,7 +312,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         use_rslora=about["rslora"],
         use_dora=about["dora"],
         fan_in_fan_out=about["transposed"],
-        base_model_name_or_path=format_base(about[BASE]),
+        base_model_name_or_path=about[BASE].get("weights") or about[BASE].get("pretrained"),
         task_type="CAUSAL_LM" if choose_auto_class(described) == "AutoModelForCausalLM" else "SEQ_CLS",
         inference_mode=True,
         ensure_weight_tying=trains_embedding and bool(described.get("tie_word_embeddings")),

@@ -243,6 +243,8 @@ def test_a_base_of_random_weights_is_in_no_file(tmp_path, base):
     for steps in (1, 2):  # it goes on
         trained(settings(tmp_path, "run", given, {"rank": 2}, base, steps=steps))
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] is None  # peft would look for a folder or a repository
     message = "drawn from seed 0, which no file contains; train an adapter on top of model.pretrained"
     with pytest.raises(ModelError, match=message):
         pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
