@@ -9,7 +9,6 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,13 @@ def convert_to_json(estimate: Forecast, changes: Sequence[ConfigChange] = ()) ->
     return {
         "model": {"name": estimate.model.name, "parameters": estimate.model.numel},
         "split": str(estimate.resolved.split),
-        "batch": asdict(batch) | {"global_batch_size": batch.global_batch_size},
+        "batch": {
+            "micro_batch_size": batch.micro_batch_size,
+            "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+            "dp_world_size": batch.dp_world_size,
+            "is_auto": batch.is_provisional,
+            "global_batch_size": batch.global_batch_size,
+        },
         "place": str(estimate.hardware),
         "memory": {
             "parts_bytes": memory.parts,
@@ -155,7 +160,19 @@ def convert_to_json(estimate: Forecast, changes: Sequence[ConfigChange] = ()) ->
         },
         "run": {"hours": estimate.hours, "cost": estimate.cost},
         "remarks": list(estimate.remarks()),
-        "changes": [asdict(change) for change in changes],
+        "changes": [_convert_change(change) for change in changes],
+    }
+
+
+def _convert_change(change: ConfigChange) -> dict[str, Any]:
+    """Return a change as a JSON object."""
+    return {
+        "name": change.name,
+        "kind": change.kind,
+        "overrides": change.overrides,
+        "gain": change.gain,
+        "slower": change.time_ratio,
+        "fits": change.fits,
     }
 
 

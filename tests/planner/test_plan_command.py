@@ -110,6 +110,7 @@ def test_a_program_reads_what_is_printed(capsys):
     small = [*ON_8, "--gpu-memory", "16"]
     told, (_, changes) = json.loads(plan(capsys, *small, "--json")), planned(*small)
     assert [tuple(each["overrides"]) for each in told["changes"]] == [each.overrides for each in changes]
+    assert [each["slower"] for each in told["changes"]] == [each.time_ratio for each in changes]
     assert told["lacking"] == "memory"
     told = json.loads(plan(capsys, *ON_8, "--suggest", "--json"))
     assert told["command"] in plan(capsys, *ON_8, "--suggest")
@@ -117,6 +118,13 @@ def test_a_program_reads_what_is_printed(capsys):
     (told,) = json.loads(plan(capsys, *ON_8, "--longest", "--json")).values()
     assert " ".join(told["overrides"]) in plan(capsys, *ON_8, "--longest")
     assert told["stops"] == "memory"
+
+
+def test_the_keys_of_the_printed_json_stay_what_programs_read(capsys):
+    told = json.loads(plan(capsys, *ON_8, "--gpu-memory", "16", "--json"))
+    sizes = ["micro_batch_size", "gradient_accumulation_steps", "dp_world_size"]
+    assert [*told["batch"]] == [*sizes, "is_auto", "global_batch_size"]
+    assert [*told["changes"][0]] == ["name", "kind", "overrides", "gain", "slower", "fits"]
 
 
 def test_the_share_of_the_peak_is_of_what_is_computed():
