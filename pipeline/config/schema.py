@@ -272,6 +272,14 @@ class LogConfig(RecipeSection):
     """Price of a GPU for an hour (on a CPU: of a rank), in any currency. Rows then have `perf/cost`, the
     cost of the run so far."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_sinks(cls, value: Any) -> Any:
+        """Read `sinks`, the name of `trackers` in the recipe.yaml of runs from before it was renamed."""
+        if isinstance(value, dict) and "sinks" in value and "trackers" not in value:
+            return {("trackers" if key == "sinks" else key): entry for key, entry in value.items()}
+        return value
+
     @field_validator("every")
     @classmethod
     def _check_above_zero(cls, value: int | float | str) -> int | float | str:

@@ -90,7 +90,7 @@ IGNORED_KEYS = {
     *("engine", "batch", "loader", "distributed", "watch", "notify", "profile"),
 }
 # Keys of `log` that change no training metric.
-IGNORED_LOG_KEYS = ("tensorboard", "sinks", "console", "price_per_device_hour")
+IGNORED_LOG_KEYS = ("tensorboard", "trackers", "console", "price_per_device_hour")
 # Keys of split.json that are compared, with their names among the recipe's keys.
 COMPARED_SPLIT_KEYS = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}
 FINGERPRINT_KEY = COMPARED_SPLIT_KEYS["data"]

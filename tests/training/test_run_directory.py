@@ -64,6 +64,7 @@ def test_a_run_of_before_there_was_some_key_goes_on(tmp_path):
     written = yaml.safe_load((before / "recipe.yaml").read_text())
     for section, key in (("optimizer", "kind"), ("optimizer", "momentum"), ("schedule", "kind")):
         del written[section][key]
+    written["log"]["sinks"] = written["log"].pop("trackers")  # the name that this key had
     (before / "recipe.yaml").write_text(yaml.safe_dump(written))
     directory, lock = open_run_directory(configured(tmp_path), SPLIT)
     lock.release()
@@ -130,6 +131,7 @@ def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
     "now",
     [
         {"log": {"price_per_device_hour": 2.5}},
+        {"log": {"trackers": [{"kind": "my_trackers:MLflow"}]}},
         {"model": recipe()["model"] | {"attention": "sdpa", "fp8": "tensorwise"}},
     ],
 )
