@@ -650,8 +650,7 @@ def _find_head(model: Any) -> nn.Linear | None:
     names = {child: name for name, child in model.named_children()}
     is_linear = type(head) is nn.Linear or get_vocabulary_part(head) is not None
     are_children = head in names and decoder in names
-    is_replaced = "forward" in vars(head)  # such as by compilation
-    if not is_linear or not are_children or is_replaced:
+    if not is_linear or not are_children or "forward" in vars(head):  # replaced, such as by compilation
         return None
     return head if _returns_outputs(model, head, names[head], names[decoder]) else None
 

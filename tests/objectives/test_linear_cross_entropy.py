@@ -258,6 +258,14 @@ def test_other_models_keep_their_logits(llama):
     assert [OutputHeads().find(other) for other in others] == [None] * 4
 
 
+def test_a_model_without_an_output_layer_of_its_class_keeps_its_logits(llama, monkeypatch):
+    batch = tokens()
+    expected = CausalLM()(llama, batch).loss_sum
+    monkeypatch.setattr(llama, "get_output_embeddings", lambda: None)
+    assert OutputHeads().find(llama) is None
+    torch.testing.assert_close(CausalLM()(llama, batch).loss_sum, expected)
+
+
 @pytest.mark.slow
 def test_a_model_is_compiled_whole_with_its_logits():
     model = small("llama")
