@@ -255,6 +255,7 @@ def _attend_block(qkv: QueryKeyValue, *, sinks: Tensor | None, mask: Tensor, sco
             weights = torch.cat([logits, column], -1).softmax(-1)[..., :-1]
         else:
             weights = logits.softmax(-1)
+        del logits  # as large as the weights, of which dropout makes another copy
         weights = F.dropout(weights.to(value.dtype), scores.dropout)
         return (weights.flatten(2, 3) @ value).unflatten(2, (heads // groups, -1)).flatten(1, 2).to(dtype)
 

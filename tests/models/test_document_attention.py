@@ -8,11 +8,17 @@ import pytest
 import torch
 from test_packed_attention import make
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.models.attention import choose_attention
-from pipeline.models.document_attention import BOUNDS_KEY, DocumentAttention, find_document_bounds
+from pipeline.models.document_attention import (
+    BOUNDS_KEY,
+    QUERIES_PER_BLOCK,
+    DocumentAttention,
+    find_document_bounds,
+)
 
 CPU = torch.device("cpu")
 ROWS = {
@@ -83,6 +89,38 @@ def test_bounds_have_few_sizes_and_say_where_documents_begin():
     assert find_document_bounds(positions_of(rows)).tolist() == [0, 3, 5, 6, 10]
     sizes = {len(find_document_bounds(positions_of([[n, 2048 - n]]))) for n in range(1, 2048, 100)}
     assert sizes == {2048 // 256 + 1}, "another number of documents would be compiled for"
+
+
+class Peak(TorchDispatchMode):
+    """Largest number of bytes that operators' results had at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.bytes = max(self.bytes, sum(size for _, size in self._storages.values()))
+        return result
+
+
+@pytest.mark.parametrize("s_aux", [None, torch.zeros(4)], ids=["plain", "sinks"])
+def test_dropout_needs_no_more_memory_than_the_scores_before_it(s_aux):
+    query, key, value = (each.detach() for each in heads(1, 2048, 4, torch.float32))
+    peaks = []
+    for dropout in (0.0, 0.1):
+        with Peak() as peak:
+            arguments = {"dropout": dropout, "softcap": 5.0, "s_aux": s_aux}
+            DocumentAttention()(nn.Identity(), query, key, value, None, **arguments)
+        peaks.append(peak.bytes)
+    of_block = 4 * QUERIES_PER_BLOCK * 2048 * 4
+    assert peaks[1] < peaks[0] + of_block / 2
 
 
 class Largest(TorchDispatchMode):
