@@ -233,10 +233,10 @@ def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.
     ids_BT = build_trial_rows(device)["input_ids"].flip(1)  # the two rows differ in their second half
     try:
         logits_BTV = trial.to(device, dtype)(input_ids=ids_BT, use_cache=False).logits
-    except Exception:  # a model that needs more than ids may raise anything
+        one_TV, other_TV = logits_BTV[:, :TRIAL_DOCUMENT_TOKENS].float()
+    except Exception:  # a model that needs more than ids may raise anything, or return no logits
         log.debug("the test with later tokens failed", exc_info=True)
         return
-    one_TV, other_TV = logits_BTV[:, :TRIAL_DOCUMENT_TOKENS].float()
     if _differ(one_TV, other_TV, dtype):
         fields = [field for field in CAUSAL_FIELDS if getattr(config, field, None) is False]
         advice = f"write model.extra: {{{fields[0]}: true}}, or " if fields else ""

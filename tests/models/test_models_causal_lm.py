@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
+from pipeline.models.attention import refuse_lookahead
 from pipeline.models.document_attention import ATTENTION_NAME
 from pipeline.models.sharding import ModelRequest, NoSharding
 from pipeline.models.transforms import TransformContext, apply_transforms
@@ -357,6 +359,13 @@ def test_an_encoder_trained_as_a_language_model_is_an_error_whose_advice_works(t
             before = decoder.eval()(input_ids=ids).logits[:, :-1]
             ids[0, -1] = 7
             assert torch.equal(decoder(input_ids=ids).logits[:, :-1], before)
+
+
+def test_a_small_copy_that_returns_no_logits_is_not_tested_for_later_tokens(monkeypatch):
+    model = build(tiny(attention="eager"))
+    trial = SimpleNamespace(to=lambda *_: lambda **_: SimpleNamespace(logits=None))
+    monkeypatch.setattr("pipeline.models.attention.build_trial_model", lambda _: trial)
+    refuse_lookahead(model, torch.device("cpu"), torch.float32)
 
 
 def test_a_transformers_that_is_too_old_to_recompute_is_told(monkeypatch):
