@@ -662,7 +662,8 @@ class KTO(SegmentObjective, TwoPassObjective):
         else:
             baseline = log_ratios_BS.new_tensor(max(0.0, self._first_pass_mean))
         logits_BS = self._beta * (log_ratios_BS - baseline)
-        loss_sum = torch.zeros_like(baseline)
+        # NaN if any log-ratio is infinite, also that of a mismatched answer.
+        loss_sum = 0.0 * logits_BS.sum()
         count = torch.zeros_like(baseline)
         extras = {}
         for kind, side, label, sign in (

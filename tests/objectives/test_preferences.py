@@ -10,10 +10,11 @@ from support.preferences import ALONE, PreferenceRows, make_recipe, preference_b
 from support.tiny import resolve
 
 from pipeline.data.batches import as_batch, collate_items
+from pipeline.data.preference_layouts import MISMATCHED
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import LogprobRecorder, build_objective
-from pipeline.objectives.preferences import log1mexp
+from pipeline.objectives.preferences import UNDIVIDED_SEQUENCE, SegmentLogprobs, log1mexp
 from pipeline.training.assemble import build_engine, build_eval_loader
 
 pytestmark = pytest.mark.slow
@@ -65,6 +66,19 @@ def test_kto_wants_mismatched_answers():
     with pytest.raises(DataError, match=r"needs mismatched answers .* a micro-batch has none"):
         objective_of("kto").count(batch_of())
     assert objective_of("kto").count(batch_of(examples=True)) == 2
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_an_infinite_mismatched_answer_reaches_ktos_loss(monkeypatch, is_training):
+    """Its baseline is 0 at least, so that alone would hide it."""
+    objective = objective_of("kto")
+    batch = batch_of(examples=True)
+    kinds_BS = batch["segment_kinds"]
+    logps_BS = torch.where(kinds_BS == MISMATCHED, -math.inf, -1.0).double().requires_grad_()
+    segments = SegmentLogprobs(logps_BS, torch.ones_like(logps_BS), kinds_BS, UNDIVIDED_SEQUENCE)
+    monkeypatch.setattr(objective, "compute_segment_logprobs", lambda *_: segments)
+    with torch.set_grad_enabled(is_training):
+        assert objective(lambda **_: None, batch).loss_sum.isnan()
 
 
 def test_a_reference_that_is_not_there_is_named():
