@@ -166,8 +166,7 @@ class NonFiniteDetector:
         layer_name = f"{name or 'the model'} ({type(layer).__name__})"
         if not _is_finite((args, kwargs)):
             # -inf is normal in a mask, but synchronised batch normalisation receives no mask.
-            is_bad_input = _has_nan_or_inf((args, kwargs)) or is_sync_batch_norm(layer)
-            if self._is_input_finite and is_bad_input:
+            if self._is_input_finite and (_has_nan_or_inf((args, kwargs)) or is_sync_batch_norm(layer)):
                 description = f"the input of {layer_name}"
                 self._record(FORWARD, description, ", in forward", (args, kwargs), rank_order=-1)
             return

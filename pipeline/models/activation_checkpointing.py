@@ -147,7 +147,6 @@ class _SavedOperationMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # While torch.compile traces, torch's mode marks every operation as saved or recomputed.
-        is_traced = get_proxy_mode() is not None
-        if func in SAVED_OPERATIONS or is_traced:
+        if func in SAVED_OPERATIONS or get_proxy_mode() is not None:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
