@@ -85,6 +85,11 @@ class Command:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
+    def wait_for_work(self) -> None:
+        """Wait until the command has imported all and said its first line, or has ended."""
+        while self.process.poll() is None and not (self._said.exists() and self._said.stat().st_size):
+            time.sleep(0.005)
+
     def wait_for(self, pattern: str) -> None:
         """Wait until the cache has such a file."""
         while not any(self.cache.glob(pattern)):

@@ -68,13 +68,13 @@ class Quiet:
     tokenizer: Path
     documents: int
     seconds: float
-    """Seconds from the first file in the cache to the end."""
+    """Seconds from the first line that the command says to its end."""
 
 
 @pytest.fixture(scope="module")
 def quiet(recipe_for, corpus, tmp_path_factory):
     command = Command(recipe_for(tmp_path_factory.mktemp("quiet"), corpus))
-    command.wait_for("*")
+    command.wait_for_work()
     begin = time.monotonic()
     ended = command.end()
     assert ended.code == 0, ended
@@ -120,7 +120,8 @@ def stop_in_every_way(recipe: Path) -> None:
         time.sleep(0.01)
     line = command.end().error
     assert line.startswith(
-        "error: a worker process was ended by SIGKILL while parts were prepared; the machine was"
+        "error: a worker process was ended by SIGKILL while parts were prepared; the machine was probably "
+        "out of memory: lower data.prepare_workers; "
     )
     assert line.endswith("finished parts remain; run the same command to continue")
     for orphans in (False, True):
@@ -166,8 +167,9 @@ def disturb(command: Command, rng: random.Random, quiet: Quiet, history: list[tu
     """Kill one or all of the processes, and note it; return False if the command came to its end before."""
     whom = WHOM[len(history) % len(WHOM)]
     moment = rng.uniform(0, quiet.seconds)
-    # Counted from the first file on: importing takes seconds, and fewer from one command to the next.
-    command.wait_for("*")
+    # Counted from the command's first line: importing takes seconds, and fewer from one command to the next.
+    # The cache has files of the command that was killed before.
+    command.wait_for_work()
     try:
         command.process.wait(moment if len(history) < KILLS else PATIENCE)
     except subprocess.TimeoutExpired:
