@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from support import tiny
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 
 FAULT = SimpleNamespace(case="", sample=-1)
@@ -90,12 +90,4 @@ class HeldOut(Samples):
 
 def make_bundle(held_out: dict[str, Dataset[Any]] | None = None) -> DataBundle:
     """Return the data of a run that trains on `Samples`."""
-    return DataBundle(
-        train=Samples(),
-        eval=held_out or {},
-        collate=collate_items,
-        tokenizer=None,
-        vocab_size=None,
-        num_classes=None,
-        fingerprint="toy",
-    )
+    return tiny.make_bundle(Samples(), held_out or {}, None, "toy")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from support.tiny import ALONE as ALONE
-from support.tiny import VOCABULARY, recipe, resolve, settings
+from support.tiny import VOCABULARY, make_bundle, recipe, resolve, settings
 from torch import Tensor
 
 from pipeline.config.batch_plan import BatchPlan
@@ -112,15 +112,7 @@ class PreferenceRows:
 def preference_bundle(examples: bool = False, in_row: int = 1) -> DataBundle:
     """Return 24 pairs to train on and 12 held-out ones."""
     held_out = {"held out": PreferenceRows(examples, 12, in_row, seed=1)}
-    return DataBundle(
-        train=PreferenceRows(examples, 24, in_row),
-        eval=held_out,
-        collate=collate_items,
-        tokenizer=None,
-        vocab_size=VOCABULARY,
-        num_classes=None,
-        fingerprint="answers",
-    )
+    return make_bundle(PreferenceRows(examples, 24, in_row), held_out, VOCABULARY, "answers")
 
 
 def make_recipe(loss: str, micro_batch_size: int = 8, in_row: int = 1) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +73,25 @@ def _make_positions(num_samples: int, length: int, generator: torch.Generator) -
     return offsets - torch.where(starts, offsets, 0).cummax(dim=1).values
 
 
-def token_bundle(packed: bool = False) -> DataBundle:
-    """Return 64 sequences to train on and 19 held-out ones."""
-    held_out = {"tiny": MaskedTokens(19, seed=1, packed=packed)}
+def make_bundle(
+    train: Any, held_out: Mapping[str, Any], vocab_size: int | None, fingerprint: str
+) -> DataBundle:
+    """Return the bundle of data whose samples are dicts of tensors."""
     return DataBundle(
-        train=MaskedTokens(packed=packed),
+        train=train,
         eval=held_out,
         collate=collate_items,
         tokenizer=None,
-        vocab_size=VOCABULARY,
+        vocab_size=vocab_size,
         num_classes=None,
-        fingerprint="tiny",
+        fingerprint=fingerprint,
     )
+
+
+def token_bundle(packed: bool = False) -> DataBundle:
+    """Return 64 sequences to train on and 19 held-out ones."""
+    held_out = {"tiny": MaskedTokens(19, seed=1, packed=packed)}
+    return make_bundle(MaskedTokens(packed=packed), held_out, VOCABULARY, "tiny")
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
