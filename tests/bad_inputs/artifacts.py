@@ -103,7 +103,7 @@ PRETRAINED = [
     pretrained(
         "what a run says of its model",
         lambda folder: ((folder / MODEL).unlink(), (folder.parent / "checkpoints").mkdir()),
-        "has no weights; export the run",
+        "has no weights; export the run (with --merge if it has an adapter): ",
     ),
     pretrained(
         "weights under another name", renamed("mlp.gate_proj", "mlp.gate"), "missing: ", "unexpected: "
@@ -154,7 +154,9 @@ PRETRAINED = [
     *nightly(
         pretrained("weights of nothing", writes(MODEL, ""), "its weights cannot be read as safetensors"),
         pretrained(
-            "a header of a petabyte", writes(MODEL, struct.pack("<Q", 1 << 50) + b"{}"), "as safetensors"
+            "a header of a petabyte",
+            writes(MODEL, struct.pack("<Q", 1 << 50) + b"{}"),
+            "its weights cannot be read as safetensors",
         ),
         pretrained("a config of deep JSON", writes("config.json", "[" * 100_000)),
         pretrained(
@@ -416,7 +418,12 @@ OWN = [
     own("data that is nothing", {"data.kind": "own_code:nothing"}, "returned None", "data set"),
     own("data that is empty", {"data.kind": "own_code:empty"}, "is empty"),
     own("data that is a generator", {"data.kind": "own_code:generator"}, "generator", "map-style"),
-    own("held-out data of a bad name", {"data.kind": "own_code:badly_named"}, "'a/b'", "a name may have"),
+    own(
+        "held-out data of a bad name",
+        {"data.kind": "own_code:badly_named"},
+        "'a/b'",
+        "a name may have letters, digits and _ . -",
+    ),
     own(
         "an objective that cannot be guessed",
         {"objective": {}},

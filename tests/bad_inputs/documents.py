@@ -85,7 +85,7 @@ PATHS = [
 ]
 
 FILES = [
-    file("an empty text", "a.txt", "", "1 files, all empty"),
+    file("an empty text", "a.txt", "", "data.paths: 1 files, all empty"),
     Case(
         "text shorter than a sequence",
         ["one sequence takes 33", "lower data.sequence_length"],
@@ -284,7 +284,7 @@ CHATS = [
         [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
         ":1",
         "'image'",
-        "expected text",
+        "has content of type 'image'; expected text",
     ),
     chat("a role of escapes", [{"messages": [{"role": "\x1b[2J", "content": "x"}]}], ":1", "x1b"),
     chat("another layout than the recipe's", [{"messages": TURNS}], ":1", layout="alpaca"),
@@ -346,7 +346,7 @@ CHATS = [
         template(
             "a template of a hundred megabytes",
             "{% for a in range(1000) %}{{ 'a' * 100000 }}{% endfor %}",
-            "characters, more than the limit",
+            " characters, more than the limit of ",
             "data.chat_template",
         ),
     ),

@@ -35,17 +35,26 @@ CASES = [
     hostfile(
         "a machine without slots", "a slots=1\nb\n", ":2:", "got 'b', expected a name", "worker-1 slots=8"
     ),
-    hostfile("a machine of no slots", "a slots=0\n", ":1:", "expected a name"),
-    hostfile("slots in words", "a slots=two\n", ":1:", "expected a name"),
-    hostfile("slots below zero", "a slots=-1\n", ":1:", "expected a name"),
-    hostfile("slots with a space", "a slots = 2\n", ":1:", "expected a name"),
-    hostfile("mpirun's own hostfile", "a:8\n", ":1:", "expected a name", "worker-1 slots=8"),
+    hostfile("a machine of no slots", "a slots=0\n", ":1:", "expected a name and a number of ranks"),
+    hostfile("slots in words", "a slots=two\n", ":1:", "expected a name and a number of ranks"),
+    hostfile("slots below zero", "a slots=-1\n", ":1:", "expected a name and a number of ranks"),
+    hostfile("slots with a space", "a slots = 2\n", ":1:", "expected a name and a number of ranks"),
+    hostfile(
+        "mpirun's own hostfile", "a:8\n", ":1:", "expected a name and a number of ranks", "worker-1 slots=8"
+    ),
     hostfile("a machine with a user", "me@a slots=1\n", ":1:", "~/.ssh/config"),
-    hostfile("a machine that is an option", "-oProxyCommand=x slots=1\n", ":1:", "expected a name"),
+    hostfile(
+        "a machine that is an option",
+        "-oProxyCommand=x slots=1\n",
+        ":1:",
+        "expected a name and a number of ranks",
+    ),
     hostfile("a machine with a command", "a;reboot slots=1\n", ":1:", "got the name 'a;reboot'"),
     hostfile("a machine of escapes", "a\x1b[2J slots=1\n", ":1:", "\\x1b"),
     hostfile("a machine twice", "a slots=1\nb slots=1\na slots=2\n", ":3:", "a is already on line 1"),
-    hostfile("a machine of a megabyte", "a" * 1_000_000 + "\n", ":1:", "expected a name"),
+    hostfile(
+        "a machine of a megabyte", "a" * 1_000_000 + "\n", ":1:", "expected a name and a number of ranks"
+    ),
     option("a machine that is not in the hostfile", "--include|c", "c", "hostfile"),
     option("a device that the machine has not", "--include|a:5", "a", "5"),
     option("every machine left out", "--exclude|a@b", "a@b"),
