@@ -50,7 +50,7 @@ class TrainedModel:
 
 def take_part(task: Task, gate: Gate) -> dict[str, Any]:
     """Train until the gate ends the loop; return the loss on a fixed batch, FLOPs and peak memory."""
-    # The log has the lines about compilation and attention.
+    # The log has the lines about compilation, and about attention if it is that of transformers.
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     trained = train(task, gate)
     with torch.no_grad():

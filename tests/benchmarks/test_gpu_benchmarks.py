@@ -101,6 +101,8 @@ def test_a_subcommand_runs_with_a_tiny_model(subcommand, written, tmp_path):
         ended = [record for record in lines(tmp_path / "llama-1b.jsonl") if "loss" in record]
         assert [record["peer"] for record in ended] == ["ours", "trainer"]
         logs = (tmp_path / "logs.txt").read_text()
+        assert "=== ours, rank0" in logs
+        assert "\nmodel       " in logs
         assert "attention: transformers'" not in logs  # ours computes attention by document
         assert "=== trainer, rank0" in logs
     if subcommand == "second":

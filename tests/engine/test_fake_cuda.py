@@ -338,12 +338,13 @@ def test_a_run_on_a_gpu_from_its_command_to_its_end(tmp_path):
     changes = {"checkpoint": {"every": 2}, "eval": {"every": 2, "max_samples": 8}}
     common = ["--config", str(write_recipe(tmp_path, max_steps=4, **changes)), "sample.max_new_tokens=0"]
     common.append(f"run_dir={tmp_path / 'run'}")
-    run = fake_run(*common, "batch.micro_batch_size=auto", "--deepspeed", ZERO_2)
+    chosen = ["batch.micro_batch_size=auto", "log.console=debug"]
+    run = fake_run(*common, *chosen, "--deepspeed", ZERO_2)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "DeepSpeed, ZeRO stage 2, bf16" in run.stderr
     assert "1 rank on cuda" in run.stderr
     assert "micro_batch_size 8, found by trials" in run.stderr
-    assert "attention: transformers'" not in run.stderr
+    assert "attention: by document, without a mask" in run.stderr
     resumed = fake_run(*common, "max_steps=6", "--deepspeed", ZERO_3)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
