@@ -74,7 +74,7 @@ def test_a_well_machine_has_no_faults(machine, tmp_path):
     ("check", "here", "status", "found", "fix"),
     [
         ("project", {"commit": "b" * 40}, "fail", "machine has bbbbbbbbbb", "rsync -a --delete"),
-        ("project", {"digest": "e"}, "fail", "source files differ", "<host>:"),
+        ("project", {"digest": "e"}, "fail", "source files differ from the launching machine's", "<host>:"),
         (
             "versions",
             {"python": "2.7.1"},

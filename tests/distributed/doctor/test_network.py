@@ -119,7 +119,7 @@ def test_two_names_of_one_machine():
             {"GLOO_SOCKET_IFNAME": "eth1"},
             [],
             "fail",
-            "GLOO_SOCKET_IFNAME=eth1: no interface",
+            "GLOO_SOCKET_IFNAME=eth1: no interface of this name is up",
         ),
         ("172.17.0.1", {}, [], "warning", "gloo would use docker0 (172.17.0.1); the first host is reached"),
         ("172.17.0.1", {}, [("a", "172.17.0.1")], "fail", "gloo would use docker0 (172.17.0.1)"),

@@ -65,7 +65,10 @@ def test_what_is_chosen(wanted, devices):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (Selection(include="a:2"), "--include a:2: a has no device 2, but slots=2 (the hostfile)"),
+        (
+            Selection(include="a:2"),
+            "--include a:2: a has no device 2, but slots=2 (the hostfile); give numbers from 0 to 1",
+        ),
         (Selection(include="a:" + "9" * 5000), "write NAME or NAME:0,2"),
         (Selection(include="a:9", source="this machine"), "a has no device 9, but slots=2 (this machine)"),
         (Selection(include="a:0,0"), "a device of a is given twice"),
