@@ -191,9 +191,14 @@ def test_a_base_whose_last_byte_changed_is_refused_everywhere(tmp_path, capsys):
     weights = load_file(file)
     weights[name].view(-1)[-1] += 1.0
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"was trained on top of other weights than .*restore"):
+    with pytest.raises(
+        CheckpointError, match=r"was trained on top of other weights than .*; restore the weights of"
+    ):
         trained(settings(tmp_path, "run", given, adapter, own, steps=2))
-    changed = rf"is an adapter, and its base, {own}, has other weights than those on top of which"
+    changed = (
+        rf"is an adapter, and its base, {own}, has other weights than those on top of which the adapter was "
+        "trained; restore them"
+    )
     for merge in (False, True):
         with pytest.raises(CheckpointError, match=changed):
             pipeline.export(run, tmp_path / "after", merge=merge)
@@ -245,7 +250,10 @@ def test_a_base_of_random_weights_is_in_no_file(tmp_path, base):
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] is None  # peft would look for a folder or a repository
-    message = "drawn from seed 0, which no file contains; train an adapter on top of model.pretrained"
+    message = (
+        "the base has random weights, drawn from seed 0, which no file contains; train an adapter on top of "
+        "model.pretrained"
+    )
     with pytest.raises(ModelError, match=message):
         pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
     with pytest.raises(ModelError, match=message):
@@ -308,7 +316,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, base, adapted):
     for model, match in (
         (
             new | {"num_layers": 1},
-            "but no layer of this model gets them|matches no linear",
+            "but no layer of this model gets them; give an adapter of this model|matches no linear",
         ),
         (
             new | {"intermediate_size": 48},

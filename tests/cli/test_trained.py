@@ -166,7 +166,7 @@ def test_a_text_for_which_there_is_no_memory(text_run, call, monkeypatch):
         (["generate", "--prompt", "a", "--seed", "-1"], "--seed -1: expected 0 to"),
         (
             ["generate", "--prompt", "word " * 100],
-            "tokens, and the model takes 32 together with the",
+            "tokens, and the model takes 32 together with the generated ones: shorten it",
         ),
     ],
 )

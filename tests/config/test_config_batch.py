@@ -132,7 +132,7 @@ def test_auto_leaves_open_what_divides_a_ranks_share(share, dp_world_size):
             {"gradient_accumulation_steps": 2, "global_batch_size": 8},
             "remove it, or give micro_batch_size as",
         ),
-        ({"global_batch_size": 7}, "samples per rank = 7 / 2 = 3.500.* of 6 or 8$"),
+        ({"global_batch_size": 7}, "samples per rank = 7 / 2 = 3.500.*; use a global_batch_size of 6 or 8$"),
     ],
 )
 def test_what_auto_cannot_stand_with_is_refused(others, message):

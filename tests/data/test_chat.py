@@ -608,7 +608,8 @@ def test_markers_that_are_no_tokens_are_told_before_data_are_prepared(tmp_path, 
     assert len(told) == (bool(missing) and not own)
     for message in told:
         names = " and ".join(missing)
-        assert f"writes {names}, no token of data.tokenizer.pretrained ({tmp_path}/tokenizer)" in message
+        which = f"data.tokenizer.pretrained ({tmp_path}/tokenizer), which splits {missing[0]} into "
+        assert f"writes {names}, no token of {which}" in message
         assert "model.grow_vocabulary=true" in message
 
 

@@ -174,7 +174,10 @@ def test_shares_are_rounded_so_that_they_add_up():
     ("sources", "message"),
     [
         ([SourceShare("a", 0), SourceShare("b", 0)], "training data is empty"),
-        ([SourceShare("a", 3, weight=1.0), SourceShare("b", 0, weight=2.0)], "b has weight 2 and no"),
+        (
+            [SourceShare("a", 3, weight=1.0), SourceShare("b", 0, weight=2.0)],
+            "b has weight 2 and no training sample; add documents",
+        ),
         ([SourceShare("a", 3, weight=0.0)], "weights sum to 0"),
     ],
 )

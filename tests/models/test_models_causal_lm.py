@@ -275,7 +275,10 @@ def test_an_encoder_has_no_language_model_to_train(tmp_path):
         (tiny(extra={"attention_dropout": 2.0}), "model.extra.attention_dropout is 2.0; expected 0 to 1"),
         (tiny("gpt2", extra={"attn_pdrop": -1.0}), "model.extra.attn_pdrop is -1.0; expected 0 to 1"),
         (tiny(extra={"head_dim": -4}), "(model.extra has head_dim)"),
-        (tiny("gemma2", attention="sdpa"), "sdpa ignores the cap on attention scores of a gemma2; write"),
+        (
+            tiny("gemma2", attention="sdpa"),
+            "attention: sdpa ignores the cap on attention scores of a gemma2; write auto",
+        ),
         (tiny(num_heads=3), "(32) is not a multiple of the number of attention heads (3)"),
         (tiny("gpt2", num_heads=3), "divisible"),
         (tiny(num_key_value_heads=3), "num_heads is 4, expected a multiple of num_key_value_heads (3)"),

@@ -432,7 +432,6 @@ def test_the_objective_follows_the_recipe(model, kind, expected):
 
 
 def test_auto_with_a_model_of_ones_own_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"objective\.kind is auto, but a model of your own has no default objective"
-    ):
+    message = r"^objective\.kind is auto, but a model of your own has no default objective; write causal_lm, "
+    with pytest.raises(ConfigError, match=message):
         build_objective(config(OWN))

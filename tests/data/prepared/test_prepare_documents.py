@@ -295,7 +295,7 @@ def test_an_eval_set_that_is_trained_on_is_told(corpus, tmp_path, make_config, t
     eval_sets = {"other": {"paths": [str(corpus[3])]}, "seen": {"paths": [str(p) for p in corpus[2:]]}}
     prepare_documents(make_config(corpus[:3], tmp_path / "cache", eval_sets=eval_sets))
     (line,) = [line for line in told().splitlines() if "unseen text" in line]
-    assert "data.eval_sets.seen: 1 of its 2 files are also in the training source 2, so" in line
+    assert "data.eval_sets.seen: 1 of its 2 files are also in the training source 2, so its loss" in line
 
 
 @pytest.mark.slow
