@@ -244,7 +244,10 @@ def own(section, name):
         (["data.kind=test_bad_code:split_by_name", "data.args={}"], "as split_by_name(\"train\"): write def"),
         (["data.kind=test_bad_code:awaited", "data.args={}"], "is an async function; write def in place of"),
         ([own("model", "lazy")], "without values: weight, bias are lazy; give the layer its sizes"),
-        ([own("model", "on_meta")], "weight, bias are on the meta device; build the model on"),
+        (
+            [own("model", "on_meta")],
+            "without values: weight, bias are on the meta device; build the model on",
+        ),
         ([own("model", "in_parallel")], "returned a DataParallel; return the module inside"),
         ([own("model", "ends_the_program")], "ended the program (SystemExit: no GPU); put its script part"),
         ([own("model", "normalised"), "batch.global_batch_size=1"], "raise batch.micro_batch_size"),
@@ -253,7 +256,10 @@ def own(section, name):
         ([own("objective", "torchs_loss")], 'return nn.MSELoss(reduction="sum")(outputs, batch["targets"])'),
         ([own("objective", "counting_text")], "the function's count returned a str; expected one number"),
         ([own("objective", "counting_many")], "count returned a tensor of shape (4,); expected one number"),
-        ([own("objective", "counting_without_a_function")], "loss.count is not a function; make"),
+        (
+            [own("objective", "counting_without_a_function")],
+            "loss.count is not a function; make it a function of the batch",
+        ),
         ([own("objective", "loss_that_ends")], "objective.kind: the function ended the program (SystemExit"),
         (["objective.kind=model_loss"], "objective.kind is model_loss, but the model returned a tensor of"),
     ],

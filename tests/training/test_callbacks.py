@@ -332,7 +332,10 @@ def test_the_command_shows_one_line_and_the_log_has_the_traceback(tmp_path, capf
         ),
         ({"callbacks": ["test_callbacks:Scripted"]}, "cannot be called with its args: missing a required"),
         ({"callbacks": ["no_such_module:C"]}, "there is no module 'no_such_module'"),
-        ({"early_stopping": {"patience": 2}}, "with eval.every: 0 there are none between the first"),
+        (
+            {"early_stopping": {"patience": 2}},
+            "eval.every: 0 there are none between the first and the last step; set eval.every",
+        ),
         ({"early_stopping": {"patience": 0}, "eval": {"every": 2}}, "should be greater than 0"),
     ],
 )

@@ -120,7 +120,8 @@ def test_a_run_that_was_killed_whole_is_told_of_by_its_next_start(tmp_path):
     assert ended == -9
     ended, text = limited(1800, sys.executable, TRAIN, *arguments)
     assert ended == -9
-    (line,) = [line for line in text.splitlines() if "the last process of this run" in line]
+    start = r"warning: run_killed: (step \d+: )?the last process of this run "
+    (line,) = [line for line in text.splitlines() if re.match(start, line)]
     assert re.search(
         r"killed (rank 0 .* )?for memory: 1 rank on its machine x [\d.]+ [GM]iB, and its cgroup allows", line
     )
