@@ -70,7 +70,7 @@ from pipeline.engine.zero3 import (
     gather_if_it_fits,
     measure_gathers,
 )
-from pipeline.models.generation import GenerationSettings, generate
+from pipeline.models.generation import GenerationSettings, TokenCallback, generate, spread_settings
 from pipeline.models.sharding import DevicePlacement, Sharding
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, sum_losses
 
@@ -185,13 +185,19 @@ class DeepSpeedEngine(DeepSpeedBase):
         if stage == 3 and self._split.tensor_parallel == 1:
             clipping.use_single_norm(self._zero_optimizer, self._job.all_reduce_sum)
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings | Sequence[GenerationSettings],
+        on_token: TokenCallback | None = None,
+    ) -> list[list[int]]:
         """See TextGenerator.generate."""
         if self._sequence is not None:
             self._sequence.release()
         gathering: AbstractContextManager[bool] = nullcontext(True)
         if self._split.zero_stage == 3:
-            gathering = gather_if_it_fits(self._zero_optimizer, self._job, settings.gather)
+            gather = all(s.gather for s in spread_settings(settings, len(prompts)))
+            gathering = gather_if_it_fits(self._zero_optimizer, self._job, gather)
         # If the ranks of a tensor group drew different tokens, they would wait for each other forever.
         unify_scores = broadcast_from_first_rank if self._split.tensor_parallel > 1 else None
         with self.phases.measure("generation"), self._make_autocast(), gathering as is_gathered:
@@ -201,6 +207,7 @@ class DeepSpeedEngine(DeepSpeedBase):
                 prompts,
                 settings,
                 self.device,
+                on_token,
                 is_forward_collective=is_forward_collective,
                 unify_scores=unify_scores,
             )

@@ -44,7 +44,7 @@ from pipeline.errors import DataError
 from pipeline.models.adapters import is_base
 from pipeline.models.document_attention import BOUNDS_KEY
 from pipeline.models.embeddings import NOISE_KEYS, set_noise_keys
-from pipeline.models.generation import GenerationSettings, generate
+from pipeline.models.generation import GenerationSettings, TokenCallback, generate
 from pipeline.models.staging import LayeredModel, StageLayer, wrap_logits
 from pipeline.objectives import (
     Batch,
@@ -147,10 +147,15 @@ class PipelineEngine(DeepSpeedBase):
             self._prepare_replica_digests(stage, is_sharded=not self._computes_norm)
         self._process_groups.record()
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings | Sequence[GenerationSettings],
+        on_token: TokenCallback | None = None,
+    ) -> list[list[int]]:
         """See TextGenerator.generate. All stages compute each token, without a key-value cache."""
         with self.phases.measure("generation"):
-            return generate(self.module, prompts, settings, self.device)
+            return generate(self.module, prompts, settings, self.device, on_token)
 
     def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """See Engine.set_batch_division."""

@@ -21,6 +21,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule
 from pipeline.engine.optim import assign_groups, build_groups
 from pipeline.errors import ModelError
+from pipeline.models.generation import get_max_positions
 from pipeline.models.sharding import allocate_values, free_values
 from pipeline.models.staging import (
     LayeredModel,
@@ -209,7 +210,9 @@ class StageModule(TiedPipelineModule):
             output = self(stage_input)
         else:
             # A position of 0 begins a document, so each padding token is a document of its own.
-            positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+            # A row that has ended takes part in the others' forwards, also behind the last position.
+            last_position = (get_max_positions(self) or mask_BT.shape[1]) - 1
+            positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0, max=last_position)
             output = self((stage_input, positions_BT))
         if stage < last:
             hidden = output[0] if isinstance(output, tuple) else output

@@ -52,7 +52,7 @@ from pipeline.engine.state import (
 )
 from pipeline.errors import ModelError, format_names
 from pipeline.models.batch_norm import count_batch_norms
-from pipeline.models.generation import GenerationSettings, generate
+from pipeline.models.generation import GenerationSettings, TokenCallback, generate
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, sum_losses
 
 log = logging.getLogger(__name__)
@@ -106,10 +106,15 @@ class TorchEngine:
         if split.parallel == "dp":
             self._forward_module = _wrap_data_parallel(self.module, self.precision)
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings | Sequence[GenerationSettings],
+        on_token: TokenCallback | None = None,
+    ) -> list[list[int]]:
         """See TextGenerator.generate. Uses the bare module: not collective, and without autocast."""
         with self.phases.measure("generation"):
-            return generate(self.module, prompts, settings, self.device)
+            return generate(self.module, prompts, settings, self.device, on_token)
 
     def close(self) -> None:
         """See Engine.close."""

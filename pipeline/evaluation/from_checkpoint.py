@@ -36,7 +36,7 @@ from pipeline.evaluation import held_out
 from pipeline.evaluation.samples import generate_text, uses_chat_template
 from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
 from pipeline.models import build_model
-from pipeline.models.generation import GenerationSettings
+from pipeline.models.generation import GenerationSettings, TokenCallback
 from pipeline.models.generation import generate as generate_ids
 from pipeline.models.sharding import NoSharding, build_model_request
 from pipeline.models.transforms import TransformContext, apply_transforms
@@ -84,9 +84,14 @@ class InferenceEngine:
         with torch.autocast(self.device.type, self._dtype, enabled=self._is_autocast):
             return objective(self.module, to_device(batch, self.device, self._float_dtype, inputs))
 
-    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings | Sequence[GenerationSettings],
+        on_token: TokenCallback | None = None,
+    ) -> list[list[int]]:
         """Return the generated ids of each prompt. See TextGenerator.generate."""
-        return generate_ids(self.module, prompts, settings, self.device)
+        return generate_ids(self.module, prompts, settings, self.device, on_token)
 
 
 log = logging.getLogger(__name__)

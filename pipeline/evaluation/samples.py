@@ -17,6 +17,7 @@ from pipeline.models.generation import GenerationSettings, TextGenerator, get_ma
 from pipeline.monitoring.events import SAMPLE, Event
 
 TEMPERATURE = 0.8
+TOP_K = 50
 # Used if neither the recipe nor the data has a prompt.
 DEFAULT_PROMPT = "def "
 DEFAULT_QUESTION = "Hello!"
@@ -63,7 +64,7 @@ def sample_text(generator: TextGenerator, data: DataBundle, config: RunConfig) -
         if prompt is None:
             prompt = DEFAULT_QUESTION if has_conversations else DEFAULT_PROMPT
         ids = _tokenize_prompt(tokenizer, prompt, uses_chat_template(config.data, tokenizer))
-    settings = GenerationSettings(config.sample.max_new_tokens, TEMPERATURE, seed=config.seed)
+    settings = GenerationSettings(config.sample.max_new_tokens, TEMPERATURE, TOP_K, seed=config.seed)
     return _generate_sample(generator, tokenizer, ids, settings)
 
 

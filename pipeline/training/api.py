@@ -38,7 +38,7 @@ from pipeline.distributed.signals import stop_with_launcher
 from pipeline.engine.memory import count_tensor_bytes
 from pipeline.errors import DataError, ModelError, PipelineError
 from pipeline.evaluation import from_checkpoint
-from pipeline.evaluation.samples import TEMPERATURE, generate_text, sample_text, uses_chat_template
+from pipeline.evaluation.samples import TEMPERATURE, TOP_K, generate_text, sample_text, uses_chat_template
 from pipeline.files import replace_file
 from pipeline.models.generation import GenerationSettings
 from pipeline.monitoring.events import Event
@@ -349,7 +349,7 @@ class Run:
         """
         if self._data.tokenizer is None:
             raise ModelError("this model writes no text; only language models do (model.kind: causal_lm)")
-        settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
+        settings = GenerationSettings(max_new_tokens, temperature, TOP_K, seed=seed)
         engine = self._parts.engine
         tokenizer = self._data.tokenizer
         with self._translate_failures(partial(advise_on_generation, max_new_tokens)):
@@ -504,7 +504,7 @@ def generate(
     opened = from_checkpoint.open_trained_run(Path(run), step, overrides, import_paths)
     tokenizer = from_checkpoint.load_tokenizer(opened)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
+    settings = GenerationSettings(max_new_tokens, temperature, TOP_K, seed=seed)
     with translate_device_failures(job.device, partial(advise_on_generation, max_new_tokens)):
         return from_checkpoint.generate(opened, job, tokenizer, prompt, settings)
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from parity.measure import ALONE, has_async_io
 from parity.splits import BUFFERED, CPU, GPT2, LLAMA, NVME, SEQUENCE_2, TENSOR_2, TWO_STAGES, WIDE, zero
 from support.resume_across_splits import BF16, GatheredShards, Run, assemble_tensors, copy_shards, make_recipe
 from support.tiny import VOCABULARY
 from torch import nn
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.distributed.process_group import Job
@@ -54,7 +63,7 @@ HALF = {"zero3": SHARDED | BF16, "stages": zero(1) | TWO_STAGES | BF16}
 # Of unequal lengths, so that rows are padded; those of the second data-parallel rank are others, and more.
 PROMPTS = ([[5, 6, 7, 8, 9], [200, 3]], [[11], [250, 100, 17], [4, 4, 8, 1, 90, 33, 2]])
 GREEDY = GenerationSettings(8)
-DRAWN = GenerationSettings(8, temperature=0.9, top_k=20, seed=7)
+DRAWN = GenerationSettings(8, temperature=0.9, top_k=20, top_p=0.9, min_p=0.1, seed=7, sample=2)
 
 
 def own_prompts(engine: Engine) -> list[list[int]]:
@@ -122,14 +131,24 @@ def alone(plain: nn.Module, prompt: list[int]) -> list[int]:
 
 
 @torch.no_grad()
-def drawn(plain: nn.Module) -> list[list[int]]:
-    """The text that transformers samples after the first prompts, padded on the left."""
-    ids = torch.tensor([[5, 6, 7, 8, 9], [0, 0, 0, 200, 3]])
-    how = {"do_sample": True, "temperature": DRAWN.temperature, "top_k": DRAWN.top_k, "max_new_tokens": 8}
-    torch.manual_seed(DRAWN.seed)
-    written = plain.generate(ids, attention_mask=(ids > 0).long(), pad_token_id=0, **how)[:, 5:].tolist()
-    end = plain.generation_config.eos_token_id
-    return [until(row, end) for row in written]
+def drawn(plain: nn.Module, prompt: list[int], settings: GenerationSettings) -> list[int]:
+    """The text that transformers' warpers and a hash give after one prompt, without padding or cache."""
+    warpers = [TemperatureLogitsWarper(settings.temperature), TopKLogitsWarper(settings.top_k)]
+    warpers += [TopPLogitsWarper(settings.top_p), MinPLogitsWarper(settings.min_p)]
+    ids = list(prompt)
+    digest = xxhash.xxh3_128_hexdigest(struct.pack(f"<{len(prompt)}q", *prompt))
+    for position in range(settings.max_new_tokens):
+        scores = plain(torch.tensor([ids])).logits[:, -1].float()
+        for warper in warpers:
+            scores = warper(None, scores)
+        key = f"{settings.seed} {settings.sample} {digest} {position}"
+        number = xxhash.xxh3_64_intdigest(key.encode()) / 2**64
+        probabilities = scores[0].double().softmax(0).tolist()
+        ends = itertools.accumulate(probabilities)
+        ids.append(next(id for id, end in enumerate(ends) if number < end))
+        if ids[-1] == plain.generation_config.eos_token_id:
+            break
+    return ids[len(prompt) :]
 
 
 def until(text: list[int], end: int) -> list[int]:
@@ -155,7 +174,7 @@ def test_every_split_writes_what_one_whole_model_writes_and_trains_on_as_if_it_h
         for gather in (True, False):
             assert texts[f"own, {gather}"] == own
             assert texts[f"ended, {gather}"] == [until(text, expected[0][2]) for text in few]
-        assert texts["drawn"] == drawn(plain)
+        assert texts["drawn"] == [drawn(plain, prompt, DRAWN) for prompt in PROMPTS[0]]
         assert texts["drawn"] != texts["greedy"]
 
 
