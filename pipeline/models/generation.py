@@ -267,7 +267,8 @@ class TokenChooser:
 
     def __call__(self, ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
         """Return the scores with the drawn tokens. Overwrites `scores_BV`."""
-        position = ids_BT.shape[1] - self._prompt_length
+        last = self._numbers.shape[1] - 1  # behind it, every drawn row has ended
+        position = min(ids_BT.shape[1] - self._prompt_length, last)
         drawn = draw(self.limit(scores_BV[self._rows]), self._numbers[:, position, None])
         scores_BV[self._rows] = -math.inf
         scores_BV[self._rows, drawn] = 0.0
