@@ -311,8 +311,8 @@ def draw(scores_RV: Tensor, numbers_R1: Tensor) -> Tensor:
     """
     probabilities = scores_RV.double().softmax(1)
     ends = probabilities.cumsum(1)
-    first_id = (ends <= numbers_R1 * ends[:, -1:]).sum(1, keepdim=True)
-    # By rounding, `first_id` may be behind the last token, or a token of probability 0.
+    first_id = (ends <= numbers_R1).sum(1, keepdim=True)
+    # By rounding, a number may be above the last end, and a token of probability 0 may have an interval.
     ids = torch.arange(scores_RV.shape[1], device=scores_RV.device)
     is_possible = probabilities > 0
     next_possible = torch.where(is_possible & (ids >= first_id), ids, len(ids)).amin(1)

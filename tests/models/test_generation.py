@@ -83,6 +83,7 @@ def test_the_allowed_ids_are_those_of_transformers_warpers():
     scores = torch.randn(len(settings), 80, generator=torch.Generator().manual_seed(0)) * 3
     scores[:, 40:50] = scores[:, 30:40]
     scores[:, 7] = -math.inf
+    scores[:, 8] = -1e3  # of probability 0 in fp32
     limited = TokenChooser([[1]] * len(settings), settings, CPU).limit(scores)
     for row, of_row in enumerate(settings):
         expected = TemperatureLogitsWarper(of_row.temperature)(None, scores[row : row + 1])
@@ -132,15 +133,21 @@ def test_each_of_seed_prompt_sample_and_position_gives_another_number():
     assert compute_uniforms([1], settings[0], 1) == numbers[0][:1]
 
 
-@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])
-def test_no_token_of_probability_0_is_ever_drawn(number):
-    """The ends of the intervals round; the last number is above the last end if they are summed to less."""
-    scores = torch.full((1, 30), -math.inf)
-    scores[0, 3:23] = -torch.arange(20).flip(0) * 2.0
-    (drawn,) = draw(scores, torch.tensor([[number]], dtype=torch.float64)).tolist()
-    assert 3 <= drawn < 23
-    tiny = torch.tensor([[-math.inf, 0.0, -90.0, -math.inf]])
-    assert draw(tiny, torch.tensor([[number]], dtype=torch.float64)).tolist() in ([1], [2])
+def test_no_token_of_probability_0_is_ever_drawn():
+    """The ends of the intervals are rounded, so the last number may be above the last end."""
+    scores = torch.randn(400, 30, generator=torch.Generator().manual_seed(0))
+    scores[:, :3] = -math.inf
+    scores[:, 23:] = -math.inf
+    ends = scores.double().softmax(1).cumsum(1)[:, -1]
+    assert (ends < 1 - 2.0**-53).any()
+    for number, expected in ((0.0, 3), (1 - 2.0**-53, 22)):
+        drawn = draw(scores, torch.full((400, 1), number, dtype=torch.float64))
+        assert set(drawn.tolist()) == {expected}
+
+
+def test_the_interval_of_a_token_begins_at_the_end_of_the_one_before():
+    numbers = torch.tensor([[0.0], [0.24], [0.25], [0.74], [0.75]], dtype=torch.float64)
+    assert draw(torch.zeros(5, 4), numbers).tolist() == [0, 0, 1, 2, 3]
 
 
 def test_a_text_depends_on_its_prompt_and_settings_only(model):
@@ -187,6 +194,21 @@ def test_a_callback_sees_every_token_and_ends_its_own_row_only(model):
     texts = generate(model, PROMPTS, SETTINGS, CPU, stop)
     assert texts == [whole[0][:3], whole[1], whole[2][:1], whole[3]]
     assert seen == dict(enumerate(texts))
+
+
+def test_the_model_is_not_called_after_a_callback_has_ended_all_rows(model):
+    calls = []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    length = Counter()
+
+    def stop(row: int, token: GeneratedToken) -> bool:
+        length.update([row])
+        return length[row] == 2 + row
+
+    texts = generate(model, PROMPTS[:2], GenerationSettings(8), CPU, stop)
+    hook.remove()
+    assert [len(text) for text in texts] == [2, 3]
+    assert len(calls) == 3
 
 
 def test_a_callback_gets_the_end_token_and_nothing_after_it(model, own_settings):
