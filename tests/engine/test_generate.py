@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.errors import DataError, ModelError
 from pipeline.models import build_model
-from pipeline.models.generation import GenerationSettings, generate
+from pipeline.models.generation import GeneratedToken, GenerationSettings, generate
 from pipeline.models.sharding import ModelRequest, NoSharding
 
 pytestmark = pytest.mark.slow
@@ -56,7 +57,7 @@ SPLITS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "sequence": (zero(2) | SEQUENCE_2, 2, LLAMA),
     "sequence-zero3": (zero(3) | SEQUENCE_2, 4, LLAMA),
     "stages": (zero(1) | TWO_STAGES, 2, DROPOUT),
-    "stages-data": (zero(0) | TWO_STAGES, 4, DROPOUT),
+    "stages-data": (zero(0) | TWO_STAGES, 4, DROPOUT_GPT2),
     "stages-tied": (zero(1) | TWO_STAGES, 2, GPT2),
 }
 HALF = {"zero3": SHARDED | BF16, "stages": zero(1) | TWO_STAGES | BF16}
@@ -64,10 +65,36 @@ HALF = {"zero3": SHARDED | BF16, "stages": zero(1) | TWO_STAGES | BF16}
 PROMPTS = ([[5, 6, 7, 8, 9], [200, 3]], [[11], [250, 100, 17], [4, 4, 8, 1, 90, 33, 2]])
 GREEDY = GenerationSettings(8)
 DRAWN = GenerationSettings(8, temperature=0.9, top_k=20, top_p=0.9, min_p=0.1, seed=7, sample=2)
+# A data-parallel rank's first prompt and its text fill the model. It has ended long before the other's first,
+# and the forwards go on, as they do for the other's second prompt.
+LONG = list(range(1, 22))
+UNEVEN = (
+    ([LONG], [GenerationSettings(3, num_logprobs=2, gather=False)]),
+    (
+        [[11], LONG],
+        [
+            replace(DRAWN, max_new_tokens=20, num_logprobs=1, gather=False),
+            GenerationSettings(2, gather=False),
+        ],
+    ),
+)
+STOPPED_AFTER = 18
 
 
 def own_prompts(engine: Engine) -> list[list[int]]:
     return PROMPTS[engine.dp_rank % 2]
+
+
+def generate_uneven(engine: Engine) -> tuple[list[list[int]], list[list[GeneratedToken]]]:
+    """The texts of the rank's uneven prompts, and the tokens that a callback saw before it ended them."""
+    prompts, settings = UNEVEN[engine.dp_rank % 2]
+    seen: list[list[GeneratedToken]] = [[] for _ in prompts]
+
+    def see(row: int, token: GeneratedToken) -> bool:
+        seen[row].append(token)
+        return len(seen[row]) == STOPPED_AFTER
+
+    return engine.generate(prompts, settings, see), seen
 
 
 def state_of(engine: Engine) -> list[Any]:
@@ -99,6 +126,7 @@ def writing(job: Job, tree: dict[str, Any], split: dict[str, Any]):
             texts[f"own, {gather}"] = engine.generate(own_prompts(engine), greedy)
         texts["greedy"] = engine.generate(PROMPTS[0], GREEDY)
         texts["drawn"] = engine.generate(PROMPTS[0], DRAWN)
+        texts["uneven"] = generate_uneven(engine)
         unchanged &= all(
             torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
             for a, b in zip(before, state_of(engine), strict=True)
@@ -133,12 +161,16 @@ def alone(plain: nn.Module, prompt: list[int]) -> list[int]:
 @torch.no_grad()
 def drawn(plain: nn.Module, prompt: list[int], settings: GenerationSettings) -> list[int]:
     """The text that transformers' warpers and a hash give after one prompt, without padding or cache."""
-    warpers = [TemperatureLogitsWarper(settings.temperature), TopKLogitsWarper(settings.top_k)]
+    warpers = [TemperatureLogitsWarper(settings.temperature or 1.0), TopKLogitsWarper(settings.top_k or 1)]
     warpers += [TopPLogitsWarper(settings.top_p), MinPLogitsWarper(settings.min_p)]
     ids = list(prompt)
+    settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, STOPPED_AFTER))
     digest = xxhash.xxh3_128_hexdigest(struct.pack(f"<{len(prompt)}q", *prompt))
     for position in range(settings.max_new_tokens):
         scores = plain(torch.tensor([ids])).logits[:, -1].float()
+        if settings.temperature == 0:
+            ids.append(int(scores.argmax()))
+            continue
         for warper in warpers:
             scores = warper(None, scores)
         key = f"{settings.seed} {settings.sample} {digest} {position}"
@@ -146,9 +178,7 @@ def drawn(plain: nn.Module, prompt: list[int], settings: GenerationSettings) -> 
         probabilities = scores[0].double().softmax(0).tolist()
         ends = itertools.accumulate(probabilities)
         ids.append(next(id for id, end in enumerate(ends) if number < end))
-        if ids[-1] == plain.generation_config.eos_token_id:
-            break
-    return ids[len(prompt) :]
+    return until(ids[len(prompt) :], plain.generation_config.eos_token_id)
 
 
 def until(text: list[int], end: int) -> list[int]:
@@ -176,6 +206,29 @@ def test_every_split_writes_what_one_whole_model_writes_and_trains_on_as_if_it_h
             assert texts[f"ended, {gather}"] == [until(text, expected[0][2]) for text in few]
         assert texts["drawn"] == [drawn(plain, prompt, DRAWN) for prompt in PROMPTS[0]]
         assert texts["drawn"] != texts["greedy"]
+        check_uneven(plain, *UNEVEN[texts["prompts"] == PROMPTS[1]], *texts["uneven"])
+
+
+@torch.no_grad()
+def check_uneven(
+    plain: nn.Module,
+    prompts: list[list[int]],
+    settings: list[GenerationSettings],
+    texts: list[list[int]],
+    seen: list[list[GeneratedToken]],
+) -> None:
+    """Compare texts, and the log-probabilities that the callback saw, with those of the whole model."""
+    for prompt, of_prompt, text, tokens in zip(prompts, settings, texts, seen, strict=True):
+        assert text == drawn(plain, prompt, of_prompt)
+        assert [token.id for token in tokens] == text
+        if of_prompt.num_logprobs is None:
+            assert all(token.logprob is None for token in tokens)
+            continue
+        logprobs = plain(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        for token, expected in zip(tokens, logprobs, strict=True):
+            assert token.logprob == pytest.approx(float(expected[token.id]), abs=1e-5)
+            values = [value for _, value in token.top]
+            assert values == pytest.approx(expected.topk(of_prompt.num_logprobs).values.tolist(), abs=1e-5)
 
 
 @torch.no_grad()
