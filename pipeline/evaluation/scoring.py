@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,18 +23,27 @@ from torch import Tensor
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, tag_errors
-from pipeline.engine.interface import Engine, Evaluator
+from pipeline.engine.interface import Evaluator
 from pipeline.errors import DataError, ModelError
 from pipeline.models.embeddings import get_vocabulary_size
-from pipeline.models.generation import GenerationSettings
+from pipeline.models.generation import (
+    GenerationSettings,
+    TextGenerator,
+    TokenCallback,
+    check_prompts,
+    spread_settings,
+)
 from pipeline.objectives.interface import Batch, LossSum
 from pipeline.objectives.model_call import BaseObjective, ModelCall, get_logits
 from pipeline.objectives.preferences import get_sequence_group
 from pipeline.planner.model import choose_block_rows
 
-TokenCallback = Callable[[int, Any], bool]
 Request = tuple[Sequence[int], Sequence[int]]
 """The ids of a context and of its continuation."""
+
+
+class EvaluatorAndGenerator(Evaluator, TextGenerator, Protocol):
+    """Evaluates and generates: the engine of a training or of a trained model."""
 
 
 class ScoredTokens(NamedTuple):
@@ -146,19 +155,19 @@ def score_continuations(
     _check_requests(requests, max_tokens, get_vocabulary_size(engine.module))
     if not requests:
         return []
-    scorer = ContinuationScorer(call, sum(len(continuation) for _, continuation in requests), engine.device)
-    # The last token of a row is only a label.
-    rows = [[*context, *continuation][-(max_tokens + 1) :] for context, continuation in requests]
-    starts = list(accumulate((len(continuation) for _, continuation in requests), initial=0))
+    ends = list(accumulate(len(continuation) for _, continuation in requests))
+    numbers = [range(end - len(each), end) for (_, each), end in zip(requests, ends, strict=True)]
+    scorer = ContinuationScorer(call, ends[-1], engine.device)
     # Sequence parallelism divides rows into equal parts.
     multiple = get_sequence_group(engine.module).size
-    lengths = [math.ceil((len(row) - 1) / multiple) * multiple for row in rows]
+    lengths = [min(len(context) + len(continuation) - 1, max_tokens) for context, continuation in requests]
+    lengths = [math.ceil(length / multiple) * multiple for length in lengths]
     num_done = 0
     for batches in plan_rounds(lengths, engine.dp_world_size, lambda length: tokens_per_batch // length):
         job.progress.start_activity("evaluation")
         indices = batches[engine.dp_rank]
-        labelled = [(rows[i], starts[i], starts[i + 1]) for i in indices] or [([0, 0], 0, 0)]
-        batch = _build_batch(labelled, lengths[indices[0]] if indices else multiple)
+        rows = [([*requests[i][0], *requests[i][1]][-(max_tokens + 1) :], numbers[i]) for i in indices]
+        batch = _build_batch(rows, lengths[indices[0]] if indices else multiple)
         with torch.compiler.set_stance("force_eager"):  # it would compile again for other shapes
             engine.eval_step(batch, scorer)
         if on_progress is not None:
@@ -166,10 +175,10 @@ def score_continuations(
             on_progress(num_done, len(requests))
     values = _sum_over_ranks(scorer, engine, job).tolist()
     results = []
-    for (_, continuation), (start, end) in zip(requests, pairwise(starts), strict=True):
-        logprobs, top_logprobs, top_ids = (each[start:end] for each in values)
-        top_ids = list(map(int, top_ids))
-        results.append(ScoredTokens(logprobs, top_ids, top_logprobs, top_ids == list(continuation)))
+    for (_, continuation), own in zip(requests, numbers, strict=True):
+        logprobs, top_logprobs, top_ids = (each[own.start : own.stop] for each in values)
+        ids = list(map(int, top_ids))
+        results.append(ScoredTokens(logprobs, ids, top_logprobs, is_greedy=ids == list(continuation)))
     return results
 
 
@@ -188,18 +197,19 @@ def plan_rounds(
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     share = math.ceil(len(order) / num_ranks)
-    while order:
+    start = 0
+    while start < len(order):
         batches = []
         for _ in range(num_ranks):
-            num_rows = max(1, min(share, max_rows(lengths[order[0]]))) if order else 0
-            batches.append(order[:num_rows])
-            order = order[num_rows:]
+            length = lengths[order[min(start, len(order) - 1)]]
+            batches.append(order[start : start + max(1, min(share, max_rows(length)))])
+            start += len(batches[-1])
         yield batches
 
 
 @tag_errors(Phase.GENERATION)
 def generate_over_ranks(
-    engine: Engine,
+    engine: EvaluatorAndGenerator,
     job: Job,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings | Sequence[GenerationSettings],
@@ -226,14 +236,17 @@ def generate_over_ranks(
     """
     if not prompts:
         return []
-    settings = [settings] * len(prompts) if isinstance(settings, GenerationSettings) else settings
+    settings = spread_settings(settings, len(prompts))
+    check_prompts(engine.module, prompts, settings)  # here, so that no rank raises alone
     texts: dict[int, list[int]] = {}
     for batches in plan_rounds(list(map(len, prompts)), engine.dp_world_size, lambda _: rows_per_batch):
         job.progress.start_activity("generation")
         indices = batches[engine.dp_rank]
         if indices:
+            on_token = None if make_callback is None else make_callback(indices)
             own_prompts = [prompts[i] for i in indices]
-            texts |= zip(indices, engine.generate(own_prompts, settings[0]), strict=True)
+            own_texts = engine.generate(own_prompts, [settings[i] for i in indices], on_token)
+            texts |= zip(indices, own_texts, strict=True)
         else:  # other ranks may need this one's forwards
             engine.generate([[0]], replace(settings[0], max_new_tokens=1))
     found = {index: text for each in job.gather_object(texts) for index, text in each.items()}
@@ -263,23 +276,22 @@ def _check_requests(requests: Sequence[Request], max_tokens: int, vocabulary_siz
             )
 
 
-def _build_batch(rows: Sequence[tuple[list[int], int, int]], length: int) -> dict[str, Tensor]:
-    """Return a batch for ContinuationScorer, padded on the right to `length`.
+def _build_batch(rows: Sequence[tuple[list[int], range]], length: int) -> dict[str, Tensor]:
+    """Return a batch for ContinuationScorer, padded on the right; a row of padding if there are no rows.
 
     Args:
-        rows: The tokens of each row with the last label, and the range of its labels' numbers; the labels are
-            the last tokens.
+        rows: The tokens of each row, and the numbers of its labels, which are its last tokens.
         length: Number of columns.
     """
-    ids_BT = torch.zeros(len(rows), length, dtype=torch.int64)
+    ids_BT = torch.zeros(max(1, len(rows)), length, dtype=torch.int64)
     labels_BT = torch.full_like(ids_BT, IGNORE_INDEX)
     numbers_BT = torch.full_like(ids_BT, IGNORE_INDEX)
-    for row, (tokens, start, end) in enumerate(rows):
-        last = len(tokens) - 1
-        first = last - (end - start)
+    for row, (tokens, numbers) in enumerate(rows):
+        last = len(tokens) - 1  # the last token is only a label
+        first = last - len(numbers)
         ids_BT[row, :last] = torch.tensor(tokens[:-1])
         labels_BT[row, first:last] = torch.tensor(tokens[first + 1 :])
-        numbers_BT[row, first:last] = torch.arange(start, end)
+        numbers_BT[row, first:last] = torch.tensor(numbers)
     return {"input_ids": ids_BT, "shift_labels": labels_BT, "targets": numbers_BT}
 
 

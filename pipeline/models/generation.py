@@ -200,7 +200,7 @@ def generate(
             f"a {type(module).__name__} has no method `generate`; only causal language models generate text"
         )
     settings = spread_settings(settings, len(prompts))
-    _check_prompts(module, prompts, settings)
+    check_prompts(module, prompts, settings)
     ids_BT, mask_BT = _pad_left(prompts, device)
     prompt_length = ids_BT.shape[1]
     end_ids, pad_id = _get_end_and_pad_ids(module)
@@ -474,7 +474,7 @@ def get_max_positions(module: nn.Module) -> int | None:
     return positions
 
 
-def _check_prompts(
+def check_prompts(
     module: nn.Module, prompts: Sequence[Sequence[int]], settings: Sequence[GenerationSettings]
 ) -> None:
     """Check the prompts against the model's vocabulary and positions.

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_generate import DROPOUT, SHARDED, state_of, whole_model
-from parity.measure import ALONE, has_async_io
-from parity.splits import SEQUENCE_2, TENSOR_2, TWO_STAGES, Case, cases, zero
+from engine.test_generate import state_of, whole_model
+from parity.measure import has_async_io
+from parity.splits import Case, cases
 from support.resume_across_splits import Run, copy_shards, make_recipe
 from support.tiny import VOCABULARY
 from torch import nn
 
 from pipeline.distributed.process_group import Job
-from pipeline.errors import DataError
-from pipeline.evaluation.scoring import Request, ScoredTokens, plan_rounds, score_continuations
+from pipeline.evaluation.scoring import Request, ScoredTokens, score_continuations
 from pipeline.objectives.model_call import ModelCall
 
 pytestmark = pytest.mark.slow
