@@ -7,15 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_generate import state_of, whole_model
-from parity.measure import has_async_io
-from parity.splits import Case, cases
+from engine.test_generate import DROPOUT, SHARDED, alone, state_of, whole_model
+from parity.measure import ALONE, has_async_io
+from parity.splits import SEQUENCE_2, TENSOR_2, TWO_STAGES, Case, cases, zero
 from support.resume_across_splits import Run, copy_shards, make_recipe
 from support.tiny import VOCABULARY
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.distributed.process_group import Job
-from pipeline.evaluation.scoring import Request, ScoredTokens, score_continuations
+from pipeline.errors import DataError, ModelError
+from pipeline.evaluation.scoring import (
+    Request,
+    ScoredTokens,
+    generate_over_ranks,
+    plan_rounds,
+    score_continuations,
+)
+from pipeline.models.generation import GenerationSettings
 from pipeline.objectives.model_call import ModelCall
 
 pytestmark = pytest.mark.slow
@@ -90,23 +101,216 @@ def check_split(ranks, world_size: int, split: dict[str, Any], model: dict[str, 
     requests = make_requests(random.Random(3), 11)
     results = ranks(world_size).run(scoring, make_recipe(model), split, requests, timeout=900)
     plain = whole_model(model, results)
-    greedy = [score_alone(plain, request).top_ids[0] for request in requests]
     expected = [score_alone(plain, request) for request in requests]
-    assert len(set(greedy)) > 3, "the likeliest token depends on the context"
+    assert len({each.top_ids[0] for each in expected}) > 3, "the likeliest token depends on the context"
     for silent, curve, unchanged, _, scores in results:
         assert curve == silent
         assert unchanged, "training's random numbers or gradients are others"
         assert_equal(scores, expected)
 
 
-EVERY_SPLIT = {str(case): case for case in cases() if case.precision == "fp32" and not case.split.adapter}
+EVERY_SPLIT = [case for case in cases() if case.precision == "fp32" and not case.split.adapter]
 
 
-@pytest.mark.daily(
-    "ZeRO_3-fp32-2", "tensor_2_ZeRO_1-fp32-2", "pipeline_2_ZeRO_1-fp32-4", "sequence_2_ZeRO_3-fp32-4"
-)
-@pytest.mark.parametrize("case", EVERY_SPLIT.values(), ids=str)
+@pytest.mark.daily("sequence_2_ZeRO_3-fp32-4", "tensor_2_ZeRO_1-fp32-2")
+@pytest.mark.parametrize("case", EVERY_SPLIT, ids=str)
 def test_every_split_scores_as_one_whole_model_and_trains_on_as_if_it_had_not(ranks, case: Case):
     if "NVMe" in case.split.name and not has_async_io():
         pytest.skip("no libaio to link with (apt-get install libaio-dev)")
     check_split(ranks, case.world_size, case.json, case.split.model)
+
+
+@pytest.mark.parametrize("split", [SHARDED, zero(1) | TWO_STAGES], ids=["zero3", "stages"])
+def test_scoring_drops_nothing_out_and_a_training_does_after_it(ranks, split):
+    check_split(ranks, 2, split, DROPOUT)
+
+
+UNEVEN = {
+    "ddp": ({"torch": {"parallel": "ddp"}}, 2),
+    "zero3": (SHARDED, 2),
+    "sequence": (zero(2) | SEQUENCE_2, 2),
+    "tensor": (zero(1) | TENSOR_2, 2),
+    "stages": (zero(1) | TWO_STAGES, 2),
+    "ddp-4": ({"torch": {"parallel": "ddp"}}, 4),
+    "zero3-4": (SHARDED, 4),
+    "sequence-zero3-4": (zero(3) | SEQUENCE_2, 4),
+    "tensor-zero3-4": (zero(3) | TENSOR_2, 4),
+    "stages-4": (zero(1) | TWO_STAGES, 4),
+}
+MODEL = make_recipe(DROPOUT | {"extra": {}})
+
+
+def score_sets(job: Job, split: dict[str, Any], seed: int, number: int):
+    """Return the shards of an untrained model, and its scores of random sets of requests."""
+    engine = Run(job, MODEL, split).engine
+    generator = random.Random(seed)
+    scores = []
+    for _ in range(number):
+        requests = make_requests(generator, generator.randint(0, 17))
+        scores.append(score(engine, job, requests, generator.choice([1, 24, 60, 200, 10_000])))
+    return copy_shards(engine), scores
+
+
+@pytest.mark.daily("ddp-40", "zero3-40", "stages-4-40")
+@pytest.mark.parametrize("number", [40, 1000])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_sets_of_requests_end_and_score_as_in_one_process(ranks, name, number):
+    split, world_size = UNEVEN[name]
+    results = ranks(world_size).run(score_sets, split, number, number, timeout=1500)
+    engine = Run(ALONE, MODEL, SINGLE).engine
+    engine.module.load_state_dict(
+        whole_model(MODEL["model"], [(shards, None) for shards, _ in results]).state_dict()
+    )
+    generator = random.Random(number)
+    for index in range(number):
+        requests = make_requests(generator, generator.randint(0, 17))
+        generator.choice([1, 24, 60, 200, 10_000])
+        expected = score(engine, ALONE, requests)
+        for _, scores in results:
+            assert_equal(scores[index], expected)
+
+
+def run_without_requests(job: Job):
+    """Score and generate nothing on one rank alone: there is nothing to wait for."""
+    engine = Run(job, MODEL, SHARDED).engine
+    if job.ranks.rank == 1:
+        assert score(engine, job, []) == []
+        assert generate_over_ranks(engine, job, [], GenerationSettings(4), rows_per_batch=2) == []
+
+
+def test_without_requests_no_rank_waits_for_another(ranks):
+    ranks(2).run(run_without_requests)
+
+
+@pytest.fixture(scope="module")
+def single():
+    return Run(ALONE, MODEL, SINGLE).engine
+
+
+def test_results_are_in_the_order_of_the_requests_and_equal_ones_have_equal_scores(single):
+    requests = make_requests(random.Random(0), 9)
+    scores = score(single, ALONE, requests)
+    for order in (range(8, -1, -1), [3, 3, 0, 7, 3]):
+        permuted = score(single, ALONE, [requests[index] for index in order])
+        assert_equal(permuted, [scores[index] for index in order])
+    assert scores[0].logprob == pytest.approx(sum(scores[0].logprobs))
+
+
+def test_progress_counts_requests_up_to_all(single):
+    seen = []
+    requests = make_requests(random.Random(0), 9)
+    score(single, ALONE, requests, 48, on_progress=lambda done, total: seen.append((done, total)))
+    assert len(seen) > 2
+    assert seen == sorted(set(seen))
+    assert seen[-1] == (9, 9)
+
+
+def test_a_request_that_is_the_likeliest_is_greedy(single):
+    start = [5, 6, 7]
+    (text,) = single.generate([start], GenerationSettings(6))
+    unlikely = [*text[:-1], (text[-1] + 1) % VOCABULARY]
+    greedy, other = score(single, ALONE, [(start, text), (start, unlikely)])
+    assert greedy.is_greedy
+    assert greedy.top_ids == text
+    assert greedy.logprobs == greedy.top_logprobs
+    assert not other.is_greedy
+    assert other.logprob < greedy.logprob
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (([], [1]), r"requests\[1\] has an empty context; give it at least one token"),
+        (([1], []), r"requests\[1\] has an empty continuation; give it at least one token"),
+        (([1], [2] * 25), r"requests\[1\] has a continuation of 25 tokens, but the model reads 24 at a time"),
+        (([1], [3, VOCABULARY]), rf"ids from 3 to {VOCABULARY} in its continuation, expected 0 to"),
+        (([-1], [3]), r"requests\[1\] has ids from -1 to -1 in its context, expected 0 to"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_in_one_line(single, request_, words):
+    with pytest.raises(DataError, match=words) as caught:
+        score(single, ALONE, [([1], [2]), request_])
+    assert "\n" not in str(caught.value)
+
+
+def test_batches_hold_so_many_tokens_the_longest_first():
+    lengths = [3, 10, 4, 4, 9, 1, 2]
+    rounds = list(plan_rounds(lengths, 2, lambda length: 12 // length))
+    assert rounds == [[[1], [4]], [[2, 3, 0], [6, 5]]]
+    assert list(plan_rounds([5, 5, 5], 2, lambda length: 100)) == [[[0, 1], [2]]]
+    assert list(plan_rounds([5], 3, lambda length: 0)) == [[[0], [], []]]
+
+
+def test_scores_are_those_of_lm_eval(single, tmp_path, monkeypatch):
+    """Also of contexts that are too long: they are cut from the left."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    harness = pytest.importorskip("lm_eval.models.huggingface")
+    words = {str(index): index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0").save_pretrained(tmp_path)
+    single.module.save_pretrained(tmp_path)
+    model = harness.HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32", batch_size=3)
+    assert model.max_length == POSITIONS
+    requests = make_requests(random.Random(5), 20)
+    for first, (before, after) in enumerate([(64, 1), (58, 7), (40, POSITIONS), (POSITIONS, 1), (25, 1)]):
+        # Other ids in each: HFLM takes requests of equal ids for ones with equal continuations.
+        ids = [index % VOCABULARY for index in range(first, first + before + after)]
+        requests.append((ids[:before], ids[before:]))
+    expected = model._loglikelihood_tokens([(("", ""), *each) for each in requests], disable_tqdm=True)
+    scores = score(single, ALONE, requests)
+    assert [each.is_greedy for each in scores] == [is_greedy for _, is_greedy in expected]
+    assert [each.logprob for each in scores] == pytest.approx([sum_ for sum_, _ in expected], rel=0, abs=2e-4)
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [200, 3], [11], [250, 100, 17], [4, 4, 8, 1, 90, 33, 2]]
+LENGTHS = [3, 8, 5, 1, 8]
+
+
+def generating(job: Job, split: dict[str, Any], rows_per_batch: int):
+    """Return the shards of a model, and its texts: of several lengths, and ended by a callback."""
+    engine = Run(job, MODEL, split).engine
+    settings = [GenerationSettings(length) for length in LENGTHS]
+    texts = generate_over_ranks(engine, job, PROMPTS, settings, rows_per_batch=rows_per_batch)
+
+    def stop_after(indices: Any) -> Any:
+        """End the text after prompt i with i + 1 tokens."""
+        counts = dict.fromkeys(indices, 0)
+
+        def on_token(row: int, _: Any) -> bool:
+            counts[indices[row]] += 1
+            return counts[indices[row]] > indices[row]
+
+        return on_token
+
+    stopped = generate_over_ranks(
+        engine, job, PROMPTS, GenerationSettings(8), rows_per_batch=rows_per_batch, make_callback=stop_after
+    )
+    return copy_shards(engine), texts, stopped
+
+
+@pytest.mark.daily("1-zero3-4", "2-tensor")
+@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("rows_per_batch", [1, 2, 9])
+def test_dealt_prompts_have_the_texts_of_one_process(ranks, name, rows_per_batch):
+    split, world_size = UNEVEN[name]
+    results = ranks(world_size).run(generating, split, rows_per_batch, timeout=900)
+    plain = whole_model(MODEL["model"], [(shards, None) for shards, *_ in results])
+    expected = [alone(plain, prompt) for prompt in PROMPTS]
+    for _, texts, stopped in results:
+        assert texts == [text[:length] for text, length in zip(expected, LENGTHS, strict=True)]
+        assert stopped == [text[: index + 1] for index, text in enumerate(expected)]
+
+
+def refuse(job: Job):
+    """Return the message about a prompt that only one rank would continue."""
+    engine = Run(job, MODEL, SHARDED).engine
+    prompts = [[1] * 20, [1], [2], [3]]
+    with pytest.raises(ModelError) as caught:
+        generate_over_ranks(engine, job, prompts, GenerationSettings(8), rows_per_batch=1)
+    return str(caught.value)
+
+
+def test_all_ranks_refuse_a_prompt_of_one(ranks):
+    first, second = ranks(2).run(refuse)
+    assert first == second
+    assert "a prompt has 20 tokens and max_new_tokens is 8" in first
