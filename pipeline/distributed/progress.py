@@ -21,7 +21,7 @@ LIMIT_IN_MEDIAN_STEPS = 10
 MIN_LIMIT_SECONDS = 60.0
 """Lowest limit for a step. A step that waits for a file system may take this long."""
 UNTIMED_ACTIVITIES = ("starting", "resuming", "saving", "generation", "ending")
-"""Activities that may take as long as a collective. They are rare, and step times do not predict them."""
+"""Activities that may take as long as a collective, since step times do not predict them."""
 
 
 class Phase(StrEnum):

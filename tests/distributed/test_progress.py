@@ -44,7 +44,7 @@ def test_the_first_of_its_kind_may_compile():
     assert progress.limit(limits) == 900
 
 
-@pytest.mark.parametrize("doing", ["saving", "resuming", "starting", "ending"])
+@pytest.mark.parametrize("doing", ["saving", "resuming", "starting", "generation", "ending"])
 def test_what_is_not_a_step_has_the_timeout(doing):
     progress = stepped(0.1)
     progress.start_activity(doing)
