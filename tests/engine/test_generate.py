@@ -33,7 +33,7 @@ from pipeline.models.sharding import ModelRequest, NoSharding
 pytestmark = pytest.mark.slow
 
 DROPOUT = LLAMA | {"extra": {"attention_dropout": 0.2}}
-DROPOUT_GPT2 = {key: value for key, value in GPT2.items() if key != "extra"}
+DROPOUT_GPT2 = {key: value for key, value in GPT2.items() if key != "extra"} | {"max_sequence_length": 24}
 # A forward leaves nothing gathered for the next one.
 SHARDED = zero(
     3,
