@@ -32,6 +32,7 @@ from pipeline.engine.deepspeed_patches import (
     get_missing_loss_scale,
     keep_autocast,
     keep_misaligned_gradients,
+    remove_dataloader_check,
 )
 from pipeline.engine.deepspeed_state import build_rank_state
 from pipeline.engine.interface import (
@@ -151,6 +152,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         if split.zero_stage == 3:
             gather_by_block(model, config)
         self._initialize(model, config, mpu)
+        remove_dataloader_check(self._engine)
         measure_gathers(self._zero_optimizer, self.phases)
         if autocast:
             keep_autocast(self._engine, self._float_dtype)

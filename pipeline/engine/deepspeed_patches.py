@@ -89,6 +89,18 @@ def get_missing_loss_scale(optimizer: Any, precision: str) -> float:
     return float(optimizer.loss_scale)
 
 
+def remove_dataloader_check(engine: Any) -> None:
+    """Remove DeepSpeed's check that the ranks of a tensor-parallel group get equal batches.
+
+    It pickles the arguments of the first forward and compares them. If that forward generates text, it has a
+    key-value cache, and the check fails. The loader of the run gives these ranks equal batches.
+    """
+    hook = getattr(engine, "first_dataloader_check", None)
+    if hook is not None:
+        hook.remove()
+        engine.first_dataloader_check = None
+
+
 def continue_at_min_loss_scale(optimizer: Any) -> None:
     """Make DeepSpeed skip a step that overflows at the smallest loss scale, instead of raising an error.
 
