@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.adapters import MergedWeights, dtype_of
-from pipeline.checkpoint.find import find_checkpoint
+from pipeline.checkpoint.find import MODEL_FOLDER, find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import (
@@ -55,7 +55,6 @@ MODEL_FILE = "model.safetensors"
 MAX_FILE_BYTES = 5_000_000_000  # limit at which transformers splits its own files
 # Not exported with an adapter, because transformers would take the folder for a whole model.
 WHOLE_MODEL_FILES = ("config.json", "generation_config.json")
-MODEL_FOLDER = "model"  # folder of a run directory with config.json and the tokenizer
 
 
 @dataclass(frozen=True)

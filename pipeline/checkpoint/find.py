@@ -11,6 +11,9 @@ from pipeline.errors import CheckpointError
 if TYPE_CHECKING:
     from pipeline.checkpoint.manifest import Manifest
 
+MODEL_FOLDER = "model"
+"""Folder of a run directory with config.json and the tokenizer."""
+
 
 def find_run_directory(path: Path) -> Path:
     """Return `path` if it is a run directory, that is, if it contains a folder `checkpoints`.

@@ -54,6 +54,23 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `SOURCE`, `--step` and `--base`, which together name a model for `open_source`."""
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="run directory, one of its checkpoints, exported folder (transformers or peft), or hub name",
+    )
+    parser.add_argument(
+        "--step", help="checkpoint of a run: a step, `last` (default) or `best`", default="last"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="base of an adapter's folder, if it is not where the folder's adapter_config.json says",
+    )
+
+
 def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
     """Add `--no-import-paths` and overrides of the recipe's keys.
 

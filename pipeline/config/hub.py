@@ -15,7 +15,7 @@ ANSWER_TIMEOUT_SECONDS = 2.0
 is unreachable."""
 RECHECK_SECONDS = 60.0
 """Seconds before the hub is asked again whether it answers."""
-MARKER_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+MARKER_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json")
 """Files of a model or tokenizer. If the cache has one of them, the model or tokenizer counts as cached."""
 
 
@@ -50,7 +50,8 @@ def use_hub_or_cache(key: str, name_or_path: str, error: type[PipelineError]) ->
     problem = "HF_HUB_OFFLINE is set" if was_offline else _find_problem(constants.ENDPOINT)
     if problem is not None and not is_cached:
         raise error(
-            f"{start}, the hub does not answer ({problem}), and its cache on this machine does not have it; "
+            f"{start}, the hub does not answer ({problem}), and its cache on this machine "
+            f"({constants.HF_HUB_CACHE}; HF_HOME chooses it) does not have it; "
             f"give a folder, or download it on a machine with network access: hf download {name_or_path}"
         )
     constants.HF_HUB_OFFLINE = problem is not None

@@ -96,10 +96,14 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     return _make_tokenizer(tokenizer_file=str(path), eos_token=END_OF_DOCUMENT)
 
 
-def load_pretrained(name: str) -> PreTrainedTokenizerFast:
+def load_pretrained(name: str, key: str = "data.tokenizer.pretrained") -> PreTrainedTokenizerFast:
     """Load the tokenizer of `data.tokenizer.pretrained`: a `tokenizer.json`, a local folder or a hub name.
 
     Code in a tokenizer's folder is not run.
+
+    Args:
+        name: File, folder or hub name.
+        key: Key of the recipe, or option, that has the name, for messages.
 
     Raises:
         DataError: The path does not exist or has no tokenizer; its folder has an unsafe file; the tokenizer
@@ -107,37 +111,35 @@ def load_pretrained(name: str) -> PreTrainedTokenizerFast:
     """
     path = Path(name).expanduser()
     if not path.exists() and (is_path(name) or name.endswith(".json")):
-        raise DataError(f"data.tokenizer.pretrained: {name} does not exist")
+        raise DataError(f"{key}: {name} does not exist")
     if path.is_dir() and not any(file.name.startswith(("tokenizer", "vocab")) for file in path.iterdir()):
         raise DataError(
-            f"data.tokenizer.pretrained: the folder {name} has no tokenizer; name the one that the model was "
+            f"{key}: the folder {name} has no tokenizer; name the one that the model was "
             "trained with (a folder, a tokenizer.json or a hub name)"
         )
     if path.exists() and not path.is_dir() and not path.is_file():
-        raise DataError(
-            f"data.tokenizer.pretrained: {name} is a pipe or a device; expected a file or a folder"
-        )
+        raise DataError(f"{key}: {name} is a pipe or a device; expected a file or a folder")
     folder = path.parent if path.name == "tokenizer.json" else path
     problem = next(find_unsafe_files(folder), None) if folder.is_dir() else None
     if problem is not None:
-        raise DataError(f"data.tokenizer.pretrained: {name}: {problem}; remove or replace it")
+        raise DataError(f"{key}: {name}: {problem}; remove or replace it")
     try:
-        with use_hub_or_cache("data.tokenizer.pretrained", name, DataError):
+        with use_hub_or_cache(key, name, DataError):
             tokenizer = _load_tokenizer(name, path)
     except DataError:
         raise
     except Exception as error:  # the libraries raise plain Exception as well
         reason = summarize_error(error, 300)
         what = name if path.exists() else f"{name} from the hub (there is no local file or folder {name})"
-        raise DataError(f"data.tokenizer.pretrained: cannot load {what}: {reason}") from error
+        raise DataError(f"{key}: cannot load {what}: {reason}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise DataError(
-            f"data.tokenizer.pretrained: {name} is a {type(tokenizer).__name__}, which is written in Python; "
+            f"{key}: {name} is a {type(tokenizer).__name__}, which is written in Python; "
             "expected a tokenizer with a tokenizer.json"
         )
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"data.tokenizer.pretrained: {name} has no end-of-document token; "
+            f"{key}: {name} has no end-of-document token; "
             "set eos_token in the tokenizer_config.json beside its tokenizer.json"
         )
     return tokenizer

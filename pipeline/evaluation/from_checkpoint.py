@@ -1,7 +1,7 @@
-"""Loads the whole model of a run's checkpoint into this process, to evaluate it or to generate text.
+"""Loads a whole trained model into this process, to evaluate it or to generate text.
 
-The run may have had any split. Its recipe and its folder `model` describe the model, so neither the files of
-`model.pretrained` nor the run's machines are needed.
+A run's checkpoint may have any split. The run's recipe and its folder `model` describe the model, so neither
+the files of `model.pretrained` nor the run's machines are needed. pipeline.evaluation.sources finds the run.
 """
 
 from __future__ import annotations
@@ -11,29 +11,27 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from pipeline.checkpoint.export import MODEL_FOLDER
-from pipeline.checkpoint.find import find_checkpoint
+from pipeline.checkpoint.find import MODEL_FOLDER, find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.batch_plan import BatchPlan, plan_batch
 from pipeline.config.deepspeed_json import get_precision
 from pipeline.config.loading import parse_override, read_yaml
+from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
 from pipeline.data.reference import restore_reference_logps
-from pipeline.data.tokenizer import load_pretrained
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine.interface import DTYPES, add_document_bounds, to_device
-from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
+from pipeline.errors import CheckpointError, ConfigError, DataError
 from pipeline.evaluation import held_out
-from pipeline.evaluation.samples import generate_text, uses_chat_template
 from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings, TokenCallback
@@ -43,9 +41,6 @@ from pipeline.models.transforms import TransformContext, apply_transforms
 from pipeline.models.weights import load_weights
 from pipeline.objectives import Batch, LossSum, Objective, SegmentObjective, build_objective
 from pipeline.redaction import REDACTED
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 class InferenceEngine:
@@ -116,6 +111,11 @@ class TrainedRun:
     """Recipe of the run with the overrides of this call, and with the run's tokenizer."""
     last_start: dict[str, Any]
     """Content of split.json: DeepSpeed JSON, world size, batch, TF32 and data of the run's last start."""
+
+    @property
+    def model_folder(self) -> Path:
+        """Folder with the config and the tokenizer of a language model."""
+        return self.run / MODEL_FOLDER
 
     @property
     def micro_batch_size(self) -> int:
@@ -234,7 +234,7 @@ def evaluate(trained: TrainedRun, job: Job, data: DataBundle) -> dict[str, float
     objective = build_objective(config)
     if isinstance(objective, SegmentObjective) and objective.has_reference:
         data = restore_reference_logps(data, trained.run, job)
-    engine = _load_engine(trained, job, data)
+    engine = load_engine(trained, job, data)
     if config.model.language_model is not None:
         from pipeline.models.huggingface import check_positions
 
@@ -250,43 +250,8 @@ def evaluate(trained: TrainedRun, job: Job, data: DataBundle) -> dict[str, float
     return row
 
 
-def load_tokenizer(trained: TrainedRun) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of the run's language model.
-
-    Raises:
-        ModelError: The run's model is no language model.
-    """
-    if trained.config.model.language_model is None:
-        raise ModelError(
-            f"{trained.run}: a model of kind {trained.config.model.kind} writes no text; that is for "
-            "language models (model.kind: causal_lm)"
-        )
-    return load_pretrained(str(trained.run / MODEL_FOLDER))
-
-
-def generate(
-    trained: TrainedRun,
-    job: Job,
-    tokenizer: PreTrainedTokenizerFast,
-    prompt: str,
-    settings: GenerationSettings,
-) -> str:
-    """Return the prompt and the model's continuation.
-
-    If the model was trained on conversations, return only its answer to the prompt.
-
-    Raises:
-        ModelError: The prompt fills the model's context.
-        CheckpointError, ModelError: The weights are damaged, or cannot be put into the model.
-        DataError: The chat template is not valid Jinja, or it refuses the prompt.
-    """
-    is_question = uses_chat_template(trained.config.data, tokenizer)
-    engine = _load_engine(trained, job, None)
-    return generate_text(engine, tokenizer, prompt, settings, is_question=is_question)
-
-
 @tag_errors(Phase.MODEL)
-def _load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> InferenceEngine:
+def load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> InferenceEngine:
     """Build the model as the run did, and fill it from the checkpoint.
 
     Sets whether TF32 is allowed in this process, as in the run.
@@ -304,7 +269,7 @@ def _load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> Infe
     if language is not None:
         from pipeline.models.huggingface import build_from_description
 
-        model = build_from_description(trained.run / MODEL_FOLDER, language)
+        model = build_from_description(trained.model_folder, language)
     else:
         assert data is not None
         model = build_model(config.model, build_model_request(config, data, NoSharding()), config.seed)
@@ -325,3 +290,24 @@ def _load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> Infe
     return InferenceEngine(
         model, get_precision(deepspeed), job.device, casts=True, autocast=deepspeed_autocasts
     )
+
+
+@tag_errors(Phase.MODEL)
+def load_stored_engine(location: str, job: Job, trust_remote_code: bool, key: str) -> InferenceEngine:
+    """Load a language model from a folder of transformers or from the hub, in the dtype of its weights.
+
+    Args:
+        location: Folder or hub name.
+        job: Job of this process.
+        trust_remote_code: Whether Python code of the model may run.
+        key: Name of the argument that has the location, for messages.
+
+    Raises:
+        ModelError: The model cannot be read; see load_stored_model.
+    """
+    from pipeline.models.huggingface import load_stored_model
+
+    model: nn.Module = load_stored_model(location, trust_remote_code, key)
+    model.config.use_cache = False  # type: ignore[union-attr] # as build_from_description does
+    model = apply_transforms(model, CausalLMConfig(pretrained=location), TransformContext(job.device))
+    return InferenceEngine(model, "fp32", job.device, casts=False, autocast=False)

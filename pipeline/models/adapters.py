@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from pipeline.config.model_schema import DEFAULT_ADAPTER_ALPHA, DEFAULT_ADAPTER_RANK, AdapterConfig
 from pipeline.distributed.process_group import Job
-from pipeline.errors import ConfigError, ModelError, format_names
+from pipeline.errors import ConfigError, ModelError, format_names, summarize_error
 from pipeline.files import MAX_CONFIGURATION_BYTES, find_unsafe_files, read_regular_file
 from pipeline.models.embeddings import find_vocabulary_parameters
 from pipeline.models.frozen_base import (
@@ -206,22 +207,8 @@ def _read_folder(path: Path) -> PeftFolder:
     start = f"adapter.weights: {path}"
     if not path.is_dir():
         raise ModelError(f"{start}: there is no such folder; give a folder that peft's save_pretrained wrote")
-    if problem := next(find_unsafe_files(path), None):
-        raise ModelError(f"{start}: {problem}; remove or replace it")
-    try:
-        config = json.loads(read_regular_file(path / CONFIG_FILE, MAX_CONFIGURATION_BYTES))
-        kind = str(config["peft_type"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise ModelError(
-            f"{start} has no {CONFIG_FILE} that can be read; give a folder that peft's save_pretrained wrote"
-        ) from None
-    if not (path / WEIGHTS_FILE).is_file():
-        if (path / PICKLE_FILE).exists():
-            raise ModelError(
-                f"{start} has {PICKLE_FILE}, a pickle, which could run code and is not opened; save the "
-                f"adapter as {WEIGHTS_FILE} (peft's save_pretrained does)"
-            )
-        raise ModelError(f"{start} lacks {WEIGHTS_FILE}; save or fetch the adapter again")
+    config = check_peft_folder(path, start)
+    kind = config["peft_type"]
     if kind != "LORA":
         raise ModelError(f"{start}: {CONFIG_FILE} has peft_type {kind}, expected LORA; give a LoRA adapter")
     for key, neutral in UNSUPPORTED_KEYS.items():
@@ -243,6 +230,87 @@ def _read_folder(path: Path) -> PeftFolder:
                 "give an adapter from before the loss diverged"
             )
     return PeftFolder(path, config, tensors)
+
+
+def apply_peft_folder(model: nn.Module, folder: Path) -> Any:
+    """Put the adapter of a folder on a model as peft does, and return peft's wrapper of the model.
+
+    Adapters that peft puts into layers are supported, such as LoRA with `rank_pattern` or a bias. The layers
+    are added to `model` itself.
+
+    Args:
+        model: Base of the adapter. Its embeddings get as many rows as the adapter's have.
+        folder: Folder with CONFIG_FILE and WEIGHTS_FILE; see check_peft_folder.
+
+    Raises:
+        ModelError: The adapter cannot be read, does not belong to this model, or changes the model's inputs.
+    """
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+
+    file = SafetensorsFiles({folder / WEIGHTS_FILE: None}, str(folder))
+    entries = file.entries
+    file.close()
+    advice = "give the base that the adapter was trained on: --base FOLDER_OR_HUB_NAME"
+    get_embedding: Any = getattr(model, "get_input_embeddings", lambda: None)
+    embedding = get_embedding()
+    names = [name for name, module in model.named_modules() if module is embedding]
+    for name in names:
+        entry = entries.get(f"{PEFT_PREFIX}{name}.weight")
+        if entry is not None and entry.shape[0] > len(embedding.weight):
+            model.resize_token_embeddings(entry.shape[0], mean_resizing=False)  # type: ignore[operator]
+    device = next(model.parameters()).device
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        if config.is_prompt_learning:
+            raise ModelError(
+                f"{folder}: {CONFIG_FILE} has peft_type {config.peft_type.value}, which adds to the prompt; "
+                "expected an adapter of layers, such as LORA"
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of missing tensors, which are an error below
+            wrapped = PeftModel.from_pretrained(model, str(folder), config=config, torch_device=str(device))
+        expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    except (OSError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"{folder} does not fit its base: {summarize_error(error, 300)}; {advice}") from None
+    for problem, tensors in (
+        ("lacks", expected.keys() - entries.keys()),
+        ("has tensors that no layer takes:", entries.keys() - expected.keys() - wrapped.state_dict().keys()),
+    ):
+        if tensors:
+            raise ModelError(
+                f"{folder} does not fit its base: {WEIGHTS_FILE} {problem} {format_names(sorted(tensors))}; "
+                f"{advice}"
+            )
+    return wrapped
+
+
+def check_peft_folder(path: Path, start: str) -> dict[str, Any]:
+    """Return the content of CONFIG_FILE of an adapter's folder whose weights are safetensors.
+
+    Args:
+        path: The folder.
+        start: The start of the message.
+
+    Raises:
+        ModelError: The folder or its config cannot be read, or its weights are no safetensors.
+    """
+    if problem := next(find_unsafe_files(path), None):
+        raise ModelError(f"{start}: {problem}; remove or replace it")
+    try:
+        config: dict[str, Any] = json.loads(read_regular_file(path / CONFIG_FILE, MAX_CONFIGURATION_BYTES))
+        _ = str(config["peft_type"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise ModelError(
+            f"{start} has no {CONFIG_FILE} that can be read; give a folder that peft's save_pretrained wrote"
+        ) from None
+    if not (path / WEIGHTS_FILE).is_file():
+        if (path / PICKLE_FILE).exists():
+            raise ModelError(
+                f"{start} has {PICKLE_FILE}, a pickle, which could run code and is not opened; save the "
+                f"adapter as {WEIGHTS_FILE} (peft's save_pretrained does)"
+            )
+        raise ModelError(f"{start} lacks {WEIGHTS_FILE}; save or fetch the adapter again")
+    return config
 
 
 def _check_rank_and_alpha(config: dict[str, Any], start: str) -> None:

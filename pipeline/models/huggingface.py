@@ -53,7 +53,7 @@ from pipeline.errors import ModelError, summarize_error
 from pipeline.models.attention import CAUSAL_FIELDS, resolve_attention_name
 from pipeline.models.embeddings import grow_vocabulary
 from pipeline.models.sharding import ModelRequest, Sharding
-from pipeline.models.transformers_facts import resolve_pretrained
+from pipeline.models.transformers_facts import choose_auto_class, resolve_pretrained
 from pipeline.models.weights import draw_parameter, get_quantization_method
 
 ASYNC_LOAD_VARIABLE = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -405,7 +405,8 @@ def _collect_fields(config: CausalLMConfig, hf_config: PretrainedConfig) -> dict
 
 def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     """Return the model of `config.pretrained` with its weights, and new rows for a larger vocabulary."""
-    name, hf_config = read_model_config(config)
+    assert config.pretrained is not None
+    name, hf_config = read_model_config(config.pretrained, config.trust_remote_code)
     for key, value in _collect_fields(config, hf_config).items():
         if key in CAUSAL_FIELDS:  # no weight depends on these
             setattr(hf_config, key, value)
@@ -422,24 +423,41 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     # New rows are the mean of all others, so a model that grows must be loaded whole.
     loads_by_tensor = sharding.loads_by_tensor and not grows
     with load_by_tensor(sharding) if loads_by_tensor else nullcontext():
-        model = _read_pretrained(name, hf_config, config, request)
+        model, drawn = _read_pretrained(
+            name,
+            hf_config,
+            _choose_class(hf_config, request.gives_scores),
+            start=("model.pretrained", config.pretrained),
+            zero3_config=request.sharding.zero3_config,
+            dtype=torch.float32,
+            attn_implementation=resolve_attention_name(config.attention, hf_config),
+            trust_remote_code=config.trust_remote_code,
+        )
+    for key in drawn:
+        draw_parameter(model, key, sharding)
     if grows:
         grow_vocabulary(model, vocab_size, sharding)
     return model
 
 
-def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
-    """Return the folder or hub name of `config.pretrained`, and the config of its model.
+def read_model_config(
+    given: str, trust_remote_code: bool, key: str = "model.pretrained"
+) -> tuple[str, PretrainedConfig]:
+    """Return the folder or hub name that transformers loads, and the config of its model.
+
+    Args:
+        given: Folder or hub name.
+        trust_remote_code: Whether Python code of the model may run.
+        key: Key of the recipe, or option, that has the name, for messages.
 
     Raises:
         ModelError: There is no such model, or its weights are quantized.
     """
-    start = f"model.pretrained: {config.pretrained!r}"
-    name = resolve_pretrained(config.pretrained or "")
-    trust = config.trust_remote_code
+    start = f"{key}: {given!r}"
+    name = resolve_pretrained(given, key)
     try:
-        with use_hub_or_cache("model.pretrained", name, ModelError):
-            hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        with use_hub_or_cache(key, name, ModelError):
+            hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, *CONFIG_ERRORS) as error:
         hint = "" if Path(name).is_dir() else "; nor is there a folder of that name"
         if "custom code" in str(error):
@@ -457,23 +475,63 @@ def _choose_class(hf_config: PretrainedConfig, gives_scores: bool) -> Any:
     return get_reward_model_class(hf_config) if gives_scores else AutoModelForCausalLM
 
 
-def _read_pretrained(
-    name: str, hf_config: PretrainedConfig, config: CausalLMConfig, request: ModelRequest
+def load_stored_model(
+    given: str, trust_remote_code: bool, key: str, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Return the model with its weights, as transformers' from_pretrained loads them.
+    """Return a language model with the weights of a folder or of the hub, on the CPU.
+
+    Args:
+        given: Folder or hub name.
+        trust_remote_code: Whether Python code of the model may run.
+        key: Option that has the name, for messages.
+        dtype: Dtype of the weights; `None`: the one in which they are stored, by the model's config.json.
+
+    Raises:
+        ModelError: There is no such model, it is no language model, or its weights cannot be read, do not fit
+            or are quantized.
+    """
+    name, hf_config = read_model_config(given, trust_remote_code, key)
+    if choose_auto_class(hf_config.to_dict()) != "AutoModelForCausalLM":
+        raise ModelError(
+            f"{key}: {given!r} is a reward model, which gives scores, not text; give a language model"
+        )
+    model, _ = _read_pretrained(
+        name,
+        hf_config,
+        AutoModelForCausalLM,
+        start=(key, given),
+        dtype="auto" if dtype is None else dtype,
+        attn_implementation=resolve_attention_name("auto", hf_config),
+        trust_remote_code=trust_remote_code,
+    )
+    return model
+
+
+def _read_pretrained(
+    name: str,
+    hf_config: PretrainedConfig,
+    model_class: Any,
+    *,
+    start: tuple[str, str],
+    zero3_config: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[PreTrainedModel, set[str]]:
+    """Return the model with its weights, as from_pretrained loads them, and the names of those to draw.
 
     Args:
         name: The folder or hub name.
         hf_config: The model's config.
-        config: The recipe's model section.
-        request: The request, whose sharding may load into ZeRO 3's shards.
+        model_class: The class with `from_pretrained`.
+        start: Key of the recipe, or option, and the name that it has, for messages.
+        zero3_config: DeepSpeed configuration, to load into ZeRO 3's shards.
+        options: Further arguments of `from_pretrained`.
 
     Raises:
         ModelError: The weights cannot be read, or do not fit the model.
     """
-    start = f"model.pretrained: {config.pretrained!r}"
+    key, given = start
+    begin = f"{key}: {given!r}"
     registered_config = None
-    zero3_config = request.sharding.zero3_config
     if zero3_config is not None:
         from transformers.integrations import HfDeepSpeedConfig
 
@@ -482,33 +540,28 @@ def _read_pretrained(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report says that misfitting weights can be ignored
     try:
-        with tag_errors(Phase.WEIGHTS), use_hub_or_cache("model.pretrained", name, ModelError):
-            model, info = _choose_class(hf_config, request.gives_scores).from_pretrained(
+        with tag_errors(Phase.WEIGHTS), use_hub_or_cache(key, name, ModelError):
+            model, info = model_class.from_pretrained(
                 name,
                 config=hf_config,
-                dtype=torch.float32,
-                attn_implementation=resolve_attention_name(config.attention, hf_config),
                 use_safetensors=True,
-                trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # `info` returns them by name
+                **options,
             )
     except SafetensorError as error:
         raise ModelError(
-            f"{start}: its weights cannot be read as safetensors: {_get_reason(error)}; fetch them again"
+            f"{begin}: its weights cannot be read as safetensors: {_get_reason(error)}; fetch them again"
         ) from None
     except (OSError, RuntimeError, *CONFIG_ERRORS) as error:
-        raise ModelError(f"{start}: {_get_reason(error)}") from None
+        raise ModelError(f"{begin}: {_get_reason(error)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
         del registered_config
     drawn = set(info["missing_keys"]) & set(getattr(model, "drawn_beside_weights", ()))
     info["missing_keys"] = set(info["missing_keys"]) - drawn
-    _refuse_misfits(info, start)
-    for key in drawn:
-        draw_parameter(model, key, request.sharding)
-    loaded: PreTrainedModel = model
-    return loaded
+    _refuse_misfits(info, begin)
+    return model, drawn
 
 
 def build_from_description(folder: Path, config: CausalLMConfig) -> PreTrainedModel:

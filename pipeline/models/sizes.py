@@ -161,7 +161,7 @@ def _build_module(config: RunConfig) -> nn.Module:
     if language is not None and language.pretrained is not None:
         from pipeline.models.huggingface import get_model_class, get_reward_model_class, read_model_config
 
-        _, hf_config = read_model_config(language)
+        _, hf_config = read_model_config(language.pretrained, language.trust_remote_code)
         if language.grow_vocabulary:
             text = hf_config.get_text_config()
             text.vocab_size = max(vocabulary_size or 0, text.vocab_size)

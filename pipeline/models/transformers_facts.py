@@ -90,36 +90,39 @@ def choose_auto_class(config: Mapping[str, Any]) -> str:
     return "AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM"
 
 
-def resolve_pretrained(given: str) -> str:
+def resolve_pretrained(given: str, key: str = "model.pretrained") -> str:
     """Return the folder or hub name that transformers loads for the recipe's `model.pretrained`.
+
+    Args:
+        given: Folder or hub name.
+        key: Key of the recipe, or option, that has the name, for messages.
 
     Raises:
         ModelError: It is a path, but there is no folder; or `check_folder` refuses the folder.
     """
     path = Path(given).expanduser()
     if path.is_dir():
-        check_folder(path, given)
+        check_folder(path, given, key)
         return str(path)
     if is_path(given) or path.exists():
-        raise ModelError(
-            f"model.pretrained: {given!r}: there is no such folder; give the folder or hub name of a model"
-        )
+        raise ModelError(f"{key}: {given!r}: there is no such folder; give the folder or hub name of a model")
     return given
 
 
-def check_folder(folder: Path, given: str) -> None:
+def check_folder(folder: Path, given: str, key: str = "model.pretrained") -> None:
     """Check that transformers can load a folder, and would read plain files inside of it only.
 
     Args:
         folder: The folder to check.
-        given: The recipe's `model.pretrained`, for messages.
+        given: The folder as the user wrote it, for messages.
+        key: Key of the recipe, or option, that has it, for messages.
 
     Raises:
         ModelError: A file is not safe to read, such as a pipe, or a file outside of the folder that the index
             names. Or the folder has no config.json, has no weights because it only describes a run's model,
             or has pickles only, an index that cannot be read, or two sets of weights.
     """
-    start = f"model.pretrained: {given!r}:"
+    start = f"{key}: {given!r}:"
     if problem := next(find_unsafe_files(folder), None):
         raise ModelError(f"{start} {problem}; remove or replace it")
     if not (folder / "config.json").is_file():

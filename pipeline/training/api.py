@@ -36,9 +36,10 @@ from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.distributed.ranks import Ranks, read_ranks
 from pipeline.distributed.signals import stop_with_launcher
 from pipeline.engine.memory import count_tensor_bytes
-from pipeline.errors import DataError, ModelError, PipelineError
+from pipeline.errors import ConfigError, DataError, ModelError, PipelineError
 from pipeline.evaluation import from_checkpoint
 from pipeline.evaluation.samples import TEMPERATURE, TOP_K, generate_text, sample_text, uses_chat_template
+from pipeline.evaluation.sources import open_source
 from pipeline.files import replace_file
 from pipeline.models.generation import GenerationSettings
 from pipeline.monitoring.events import Event
@@ -443,70 +444,80 @@ def _leave_job(job: Job, kind: object, error: BaseException | None, trace: objec
 
 
 def evaluate(
-    run: str | Path, overrides: Sequence[str] = (), *, step: str | int = "last", import_paths: bool = True
+    source: str | Path, overrides: Sequence[str] = (), *, step: str | int = "last", import_paths: bool = True
 ) -> dict[str, float]:
     """Evaluate a checkpoint in one process, and return the row that the run would write.
 
     The checkpoint may come from any split.
 
     Args:
-        run: Run directory, or one of its checkpoints.
+        source: Run directory, or one of its checkpoints.
         overrides: `key=value` of the sections data, eval, loader and batch.
         step: Checkpoint of the run: a step, `last` or `best`.
         import_paths: Whether code that the run's recipe names may be imported and run.
 
     Raises:
-        ConfigError: An override is not allowed or not valid.
+        ConfigError: An override is not allowed or not valid, or the source is no run.
         DataError: No data is held out.
         CheckpointError, ModelError: The checkpoint does not exist, its weights are damaged, or they do not
             fit the model.
         DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed.
     """
-    opened = from_checkpoint.open_trained_run(Path(run), step, overrides, import_paths)
-    data = from_checkpoint.read_data(opened)
+    run = open_source(source, step, overrides, import_paths=import_paths).run
+    if run is None:
+        raise ConfigError(
+            f"{source} is no run, so it has no held-out data to evaluate on; name tasks: --tasks arc_easy"
+        )
+    data = from_checkpoint.read_data(run)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    advise = partial(advise_on_evaluation, opened.micro_batch_size, opened.sequence_length)
+    advise = partial(advise_on_evaluation, run.micro_batch_size, run.sequence_length)
     with translate_device_failures(job.device, advise):
-        return from_checkpoint.evaluate(opened, job, data)
+        return from_checkpoint.evaluate(run, job, data)
 
 
 def generate(
-    run: str | Path,
+    source: str | Path,
     prompt: str,
     overrides: Sequence[str] = (),
     *,
     step: str | int = "last",
+    base: str | None = None,
     max_new_tokens: int = 128,
     temperature: float = TEMPERATURE,
     seed: int = 0,
     import_paths: bool = True,
 ) -> str:
-    """Return the prompt and the continuation by a checkpoint's language model, computed in one process.
+    """Return the prompt and the continuation by a language model, computed in one process.
 
-    A model that was trained on conversations answers the prompt.
+    A model that was trained on conversations answers the prompt, and so does a model outside of a run whose
+    tokenizer has a chat template.
 
     Args:
-        run: Run directory, or one of its checkpoints.
+        source: Run directory, one of its checkpoints, folder of transformers or of peft, or hub name.
         prompt: Text to continue, or a question to answer.
-        overrides: `key=value` of the sections data, eval, loader and batch.
-        step: Checkpoint of the run: a step, `last` or `best`.
+        overrides: `key=value` of a run's sections data, eval, loader and batch, or
+            `model.trust_remote_code=true`.
+        step: Checkpoint of a run: a step, `last` or `best`.
+        base: Folder, run or hub name of an adapter's base; `None`: the one that its config names.
         max_new_tokens: Maximum number of tokens to generate.
         temperature: Divisor of the logits; 0 always takes the likeliest token.
         seed: Seed of the sampling.
-        import_paths: Whether code that the run's recipe names may be imported and run.
+        import_paths: Whether code that a run's recipe names may be imported and run.
 
     Raises:
         ConfigError: An override is not allowed or not valid.
-        ModelError: The model is no language model, or the prompt is longer than its context.
+        ModelError: There is no such model, it is no language model, or the prompt is longer than its context.
         CheckpointError: The checkpoint does not exist, or its weights are damaged.
         DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed.
     """
-    opened = from_checkpoint.open_trained_run(Path(run), step, overrides, import_paths)
-    tokenizer = from_checkpoint.load_tokenizer(opened)
+    opened = open_source(source, step, overrides, base=base, import_paths=import_paths)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     settings = GenerationSettings(max_new_tokens, temperature, TOP_K, seed=seed)
     with translate_device_failures(job.device, partial(advise_on_generation, max_new_tokens)):
-        return from_checkpoint.generate(opened, job, tokenizer, prompt, settings)
+        model = opened.load(job)
+        return generate_text(
+            model.engine, model.tokenizer, prompt, settings, is_question=model.is_conversational
+        )
 
 
 export = translate_device_failures(torch.device("cpu"), advise_on_files)(export_weights)
