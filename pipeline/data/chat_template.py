@@ -237,28 +237,11 @@ class ChatTemplate:
         )
         return texts[0], spans[0] if find_generation else []
 
-    def write(self, where: str, conversation: Conversation) -> str:
-        """Return the conversation as text.
+    def write(self, where: str, conversation: Conversation, prompt: bool = False) -> str:
+        """Return the conversation as text, up to the start of the next answer if `prompt` is set.
 
         Raises:
             DataError: The template raises an error.
-        """
-        return self._render_text(f"{where}: the chat template refuses the conversation", conversation)
-
-    def write_question(self, question: str) -> str:
-        """Return a user's question as text, including the generation prompt.
-
-        Raises:
-            DataError: The template raises an error.
-        """
-        conversation = Conversation([{"role": "user", "content": question}])
-        return self._render_text("the chat template refuses the question", conversation, prompt=True)
-
-    def _render_text(self, refusal: str, conversation: Conversation, prompt: bool = False) -> str:
-        """Return the conversation as text.
-
-        Raises:
-            DataError: The template raises an error; `refusal` begins the message.
         """
         from jinja2 import TemplateError
 
@@ -267,7 +250,7 @@ class ChatTemplate:
             text, _ = self._write_turns(turns, conversation.tools, prompt, find_generation=False)
         except (TemplateError, *TEMPLATE_ERRORS) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"{refusal}: {reason}") from None
+            raise DataError(f"{where}: the chat template refuses the conversation: {reason}") from None
         return self._restore_marks(text)
 
     def find_answers(self, where: str, conversation: Conversation, text: str) -> list[Spans]:

@@ -68,13 +68,11 @@ class TemplateProcess:
         self.close = weakref.finalize(self, _end_child, self._connection, self._process, os.getpid())
         self.turn_stop: str | None = self._call("turn_stop", [("the chat template",)])[0]
 
-    def write(self, conversations: Sequence[tuple[str, Conversation]]) -> list[str]:
+    def write(
+        self, conversations: Sequence[tuple[str, Conversation] | tuple[str, Conversation, bool]]
+    ) -> list[str]:
         """Return the text of each conversation; each item has the arguments of ChatTemplate.write."""
         return self._call("write", conversations)
-
-    def write_question(self, question: str) -> str:
-        """Return a question as text; see ChatTemplate.write_question."""
-        return str(self._call("write_question", [(question,)])[0])
 
     def find_answers(self, conversations: Sequence[tuple[str, Conversation, str]]) -> list[list[Spans]]:
         """Return the answers' positions; each item has the arguments of ChatTemplate.find_answers."""

@@ -10,9 +10,9 @@ from pipeline.config.data_schema import DataConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.bundle import DataBundle
-from pipeline.data.template_process import TemplateProcess
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import ModelError
+from pipeline.evaluation.conversation import ChatFormat
 from pipeline.models.generation import GenerationSettings, TextGenerator, get_max_positions
 from pipeline.monitoring.events import SAMPLE, Event
 
@@ -142,10 +142,7 @@ def _tokenize_prompt(tokenizer: Any, text: str, is_question: bool) -> list[int]:
         DataError: The template is not valid Jinja, or it refuses the question.
     """
     if is_question:
-        special = tokenizer.all_special_tokens
-        template = TemplateProcess(tokenizer.chat_template, dict(tokenizer.special_tokens_map), special)
-        question: list[int] = tokenizer(template.write_question(text), add_special_tokens=False)["input_ids"]
-        return question
+        return ChatFormat(tokenizer).render([{"role": "user", "content": text}])
     ids: list[int] = tokenizer(text)["input_ids"]
     return ids or [tokenizer.eos_token_id]  # an empty prompt: the model begins a new document
 

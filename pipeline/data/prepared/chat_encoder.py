@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.chat_layouts import Conversation, Spans, Turn, find_unwritten_fields, read_conversation
-from pipeline.data.chat_template import DIVIDE, QUOTE_BEGIN, QUOTE_END, REASONING_FIELDS, find_template
+from pipeline.data.chat_template import QUOTE_BEGIN, REASONING_FIELDS, find_template
 from pipeline.data.documents.records import Record, Tally
 from pipeline.data.prepared.encoder import (
     EncoderSettings,
@@ -24,11 +24,10 @@ from pipeline.data.prepared.encoder import (
     TokenizedDocument,
     load_plain_text_tokenizer,
 )
+from pipeline.data.template_encoder import MARK_PATTERN, TemplateEncoder, get_template_variables
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError
 
-MARK_PATTERN = re.compile(f"[{QUOTE_BEGIN}{QUOTE_END}{DIVIDE}]")
-QUOTED_OR_MARK = re.compile(f"{QUOTE_BEGIN}([^{QUOTE_BEGIN}{QUOTE_END}]*){QUOTE_END}|{MARK_PATTERN.pattern}")
 MaskedTokens = tuple[NDArray[Any], NDArray[np.bool_] | None]
 """Token ids (n,) and loss mask (n,); `None` if all tokens are in the loss."""
 
@@ -76,29 +75,19 @@ def _are_calls_written(calls: list[Any], text: str) -> bool:
     return all(name is None or str(name) in text for name in names)
 
 
-class ConversationWriter:
+class ConversationWriter(TemplateEncoder):
     """Encodes conversations with the chat template, and adds an end token if it is missing.
 
     Args:
         settings: Settings for chat or preference data.
-
-    Attributes:
-        special_pattern: Pattern that matches the tokenizer's special tokens in a text.
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
+        super().__init__(partial(load_plain_text_tokenizer, settings.tokenizer))
         assert settings.config.conversations is not None
         self._settings = settings
         self._config = settings.config.conversations
         self._learns_content = self._config.learn_from == "content"
-        self._core = load_plain_text_tokenizer(settings.tokenizer)
-        # Special tokens that the template writes are tokens, not text.
-        self._core.encode_special_tokens = False
-        self._core.post_processor = None  # it would add tokens, and may cut spaces off the offsets
-        added = self._core.get_added_tokens_decoder().values()
-        special = (token.content for token in added if token.special)
-        self._special_tokens = sorted(special, key=len, reverse=True)
-        self.special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
 
     @cached_property
     def template(self) -> TemplateProcess:
@@ -111,35 +100,7 @@ class ConversationWriter:
 
         tokenizer = AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
         template = find_template(self._config, tokenizer.chat_template)
-        starts_with_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-        variables = {
-            **tokenizer.special_tokens_map,
-            "divide": DIVIDE,
-            "text_start": tokenizer.bos_token if starts_with_bos else "",
-        }
-        return TemplateProcess(template, variables, self._special_tokens)
-
-    def escape(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with marks around special tokens in its content."""
-
-        def escape(value: Any) -> Any:
-            if isinstance(value, str):
-                return self.special_pattern.sub(f"{QUOTE_BEGIN}\\g<0>{QUOTE_END}", value)
-            if isinstance(value, dict):
-                return {key: escape(each) for key, each in value.items()}
-            if isinstance(value, list):
-                return [escape(each) for each in value]
-            return value
-
-        escaped = replace(conversation, turns=escape(conversation.turns), tools=escape(conversation.tools))
-        return conversation if escaped == conversation else escaped
-
-    @cached_property
-    def plain_tokenizer(self) -> Any:
-        """Tokenizer (`tokenizers.Tokenizer`) that encodes special tokens as text."""
-        core = load_plain_text_tokenizer(self._settings.tokenizer)
-        core.post_processor = None
-        return core
+        return TemplateProcess(template, get_template_variables(tokenizer), self.special_tokens)
 
     def find_answers(self, written: Sequence[WrittenConversation], tally: Tally) -> list[list[Spans]]:
         """Return the positions of the answers that are in the loss, for each conversation.
@@ -234,51 +195,13 @@ class ConversationWriter:
         written = []
         for (where, conversation), text in zip(conversations, texts, strict=True):
             if MARK_PATTERN.search(text) is not None:
-                ids, offsets = self._encode_marked(text)
+                ids, offsets = self.encode_marked(text)
             else:
                 encoding = next(encodings)
                 ids = encoding.ids
                 offsets = encoding.offsets
             written.append(WrittenConversation(where, conversation, text, ids, offsets))
         return written
-
-    def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text without its marks, and their offsets in the text with marks.
-
-        Special tokens that marks enclose are encoded as plain text. Text after DIVIDE is encoded separately
-        from the text before it.
-        """
-        pieces = []
-        piece_start = 0
-        for match in QUOTED_OR_MARK.finditer(text):
-            pieces.append((self._core, piece_start, match.start()))
-            if match.group(1):
-                pieces.append((self.plain_tokenizer, *match.span(1)))
-            piece_start = match.end()
-        pieces.append((self._core, piece_start, len(text)))
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
-        for core, start, end in pieces:
-            if start == end:
-                continue
-            # Some tokenizers put a space before the first word of a text, but not after a line break. So
-            # encode a line break before a piece that is not the first, and skip its tokens.
-            lead = "\n" if start and text[start - 1] != DIVIDE else ""
-            encoding = core.encode(lead + text[start:end], add_special_tokens=False)
-            skip = len(self._newline_ids) if lead else 0
-            if encoding.ids[:skip] != self._newline_ids[:skip]:
-                lead = ""
-                skip = 0
-                encoding = core.encode(text[start:end], add_special_tokens=False)
-            base = start - len(lead)
-            ids += encoding.ids[skip:]
-            offsets += [(base + first, base + last) for first, last in encoding.offsets[skip:]]
-        return ids, offsets
-
-    @cached_property
-    def _newline_ids(self) -> list[int]:
-        ids: list[int] = self._core.encode("\n", add_special_tokens=False).ids
-        return ids
 
     def needs_end_token(self, written: WrittenConversation) -> bool:
         """Return whether an end token is to be added.
