@@ -1,6 +1,6 @@
-"""Exports the weights of a checkpoint as safetensors, one tensor at a time.
+"""Exports the weights of a checkpoint as safetensors, one tensor at a time, or a model of transformers.
 
-The weights are the checkpoint's own, or an adapter's merged with its base. If the run had a transformers
+The weights of a checkpoint are its own, or an adapter's merged with its base. If the run had a transformers
 model, the folder also gets the files that transformers needs to open it.
 """
 
@@ -12,8 +12,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,7 +37,7 @@ from pipeline.checkpoint.reader import (
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, encode_header
 from pipeline.checkpoint.shards import WEIGHT
 from pipeline.distributed.progress import Phase, tag_errors
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ModelError, summarize_error
 from pipeline.files import (
     MAX_CONFIGURATION_BYTES,
     MAX_DESCRIPTION_BYTES,
@@ -111,19 +111,13 @@ def export(
         ModelError: The base of an adapter cannot be opened, or the adapter cannot be merged into it.
     """
     directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
-    if dtype is not None and dtype not in DTYPES_BY_OPTION:
-        raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES_BY_OPTION)}")
+    _check_dtype(dtype)
     if merge and adapters.STATE_KEY not in manifest.state:
         raise CheckpointError(f"{run} has no adapter: its checkpoints contain the whole model; remove merge")
-    out = Path(os.path.abspath(out))
-    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty; choose another folder, or remove it")
+    out = _resolve_output(out)
     _refuse_damaged_weights(manifest, advance)
     is_adapter = adapters.STATE_KEY in manifest.state and not merge
-    partial = out.with_name(f"{out.name}.exporting")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with _fill_folder(out) as partial:
         source = MergedWeights(manifest, open_checkpoint) if merge else _open_saved_weights(manifest)
         with closing(source):
             dtype = dtype or _choose_dtype(source.dtype)
@@ -146,6 +140,75 @@ def export(
             )
             rounding_error = source.rounding_error
         num_bytes = sum((partial / file).stat().st_size for file in files)
+    return ExportResult([out / file for file in files], num_bytes, auto_class, is_adapter, rounding_error)
+
+
+def export_model(
+    model: Any, tokenizer: Any, out: str | Path, *, adapter: Path | None = None, dtype: str | None = None
+) -> ExportResult:
+    """Write a language model of transformers to a folder, with its tokenizer, merged with an adapter of peft.
+
+    Args:
+        model: Model with its weights on the CPU. It is changed.
+        tokenizer: Tokenizer with the chat template.
+        out: Folder to write, which must not exist or must be empty.
+        adapter: Folder of an adapter to merge into the model, in fp32; `None` for none.
+        dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`; `None` for the model's own. Buffers keep theirs.
+
+    Raises:
+        CheckpointError: `out` cannot be written, or a value does not fit into fp16.
+        ModelError: The adapter does not fit the model, or transformers refuses to save the model.
+    """
+    _check_dtype(dtype)
+    out = _resolve_output(out)
+    target = model.dtype if dtype is None else DTYPES_BY_OPTION[dtype]
+    if adapter is not None:
+        from pipeline.models.adapters import apply_peft_folder
+
+        model = apply_peft_folder(model.float(), adapter).merge_and_unload()
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            parameter.data = _convert(name, parameter.data, target)
+    with _fill_folder(out) as partial:
+        try:
+            model.save_pretrained(partial, max_shard_size=MAX_FILE_BYTES)
+        except ValueError as error:  # for example its generation config contradicts itself
+            raise ModelError(f"the model cannot be saved: {summarize_error(error, 500)}") from None
+        tokenizer.save_pretrained(str(partial))
+        files = sorted(file.name for file in partial.glob("*.safetensors"))
+        num_bytes = sum((partial / file).stat().st_size for file in files)
+    return ExportResult([out / file for file in files], num_bytes, "AutoModelForCausalLM", is_adapter=False)
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES_BY_OPTION:
+        raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES_BY_OPTION)}")
+
+
+def _resolve_output(out: str | Path) -> Path:
+    """Return the absolute path of the folder to write.
+
+    Raises:
+        CheckpointError: Something exists there that is no empty folder.
+    """
+    out = Path(os.path.abspath(out))
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty; choose another folder, or remove it")
+    return out
+
+
+@contextmanager
+def _fill_folder(out: Path) -> Iterator[Path]:
+    """Yield a new folder beside `out`, which becomes `out` when the context ends without an exception.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    partial = out.with_name(f"{out.name}.exporting")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
         publish_folder(partial, out, partial.iterdir())
     except OSError as error:
         raise CheckpointError(
@@ -153,7 +216,6 @@ def export(
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return ExportResult([out / file for file in files], num_bytes, auto_class, is_adapter, rounding_error)
 
 
 def _refuse_damaged_weights(manifest: Manifest, advance: Callable[[int], object]) -> None:
@@ -265,7 +327,13 @@ def _write_file(
 
 
 def _write_tensor(file: BinaryIO, name: str, saved: Tensor, dtype: torch.dtype) -> int:
-    """Append a tensor to a file, converted to `dtype`, and return its number of bytes in the saved dtype.
+    """Append a tensor to a file, converted to `dtype`, and return its number of bytes in the saved dtype."""
+    file.write(as_bytes(_convert(name, saved, dtype)).numpy().data)
+    return saved.nbytes
+
+
+def _convert(name: str, saved: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in another dtype.
 
     Raises:
         CheckpointError: A value does not fit into fp16.
@@ -273,8 +341,7 @@ def _write_tensor(file: BinaryIO, name: str, saved: Tensor, dtype: torch.dtype) 
     values = saved.to(dtype)
     if dtype == torch.float16 and not values.isfinite().all():
         raise CheckpointError(f"{name} has values outside of the range of fp16; export bf16 or fp32")
-    file.write(as_bytes(values).numpy().data)
-    return saved.nbytes
+    return values
 
 
 def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] | None:

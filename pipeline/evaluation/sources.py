@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.checkpoint.find import find_checkpoint
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.hub import use_hub_or_cache
 from pipeline.config.loading import parse_override
 from pipeline.data.chat_layouts import ASSISTANT, Conversation
@@ -25,6 +26,7 @@ from pipeline.planner.shapes import read_pretrained_config
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from pipeline.checkpoint.export import ExportResult
     from pipeline.distributed.process_group import Job
     from pipeline.evaluation.from_checkpoint import InferenceEngine, TrainedRun
     from pipeline.objectives.model_call import ModelCall
@@ -140,6 +142,56 @@ class ModelSource:
         engine.module.eval()
         return engine
 
+    def export(self, out: str | Path, *, dtype: str | None = None, merge: bool = False) -> ExportResult:
+        """Write a model that is no run's as a folder of transformers, in another dtype or merged.
+
+        Args:
+            out: Folder to write, which must not exist or must be empty.
+            dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`; `None` for the one of the source.
+            merge: Whether to merge an adapter into its base.
+
+        Raises:
+            ConfigError: `merge` does not suit the source.
+            CheckpointError, ModelError: The model cannot be loaded or written.
+        """
+        from pipeline.checkpoint.export import export_model
+        from pipeline.models.huggingface import load_stored_model
+
+        if self.base is not None and not merge:
+            raise ConfigError(
+                f"{self.location} is a folder of an adapter already; --merge merges it into its base and "
+                "writes one model"
+            )
+        if self.base is None and merge:
+            raise ConfigError(f"{self.location} is no adapter (no {ADAPTER_CONFIG}); remove --merge")
+        model = self if self.base is None else self.base
+        if model.run is not None:
+            raise ConfigError(
+                f"{self.location}: its base is a run; export that first, and name the folder: --base OUT"
+            )
+        tokenizer = self.load_tokenizer()
+        adapter = None if self.base is None else Path(self.location)
+        weights = load_stored_model(model.location, self.trust_remote_code, KEY)
+        return export_model(weights, tokenizer, out, adapter=adapter, dtype=dtype)
+
+
+def names_run(source: str | Path) -> bool:
+    """Return whether a source is a run directory or a path in it, and not a folder of a model.
+
+    Raises:
+        ModelError: There is a file or a folder of another kind.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() or any((path / name).exists() for name in (ADAPTER_CONFIG, "config.json")):
+        return False
+    if not (path / "checkpoints").is_dir() and "checkpoints" not in path.absolute().parts[-2:]:
+        what = "a folder without a model" if path.is_dir() else "a file"
+        raise ModelError(
+            f"{KEY}: {source} is {what}; expected a run directory (with checkpoints/), a folder of "
+            f"transformers (with config.json) or a folder of peft (with {ADAPTER_CONFIG})"
+        )
+    return True
+
 
 def open_source(
     source: str | Path,
@@ -165,9 +217,14 @@ def open_source(
     """
     given = str(source)
     path = Path(given).expanduser()
-    is_adapter = (path / ADAPTER_CONFIG).exists()
-    if path.exists() and not is_adapter and not (path / "config.json").exists():
-        return _open_run(path, str(step), overrides, base, import_paths)
+    if names_run(given):
+        if base is not None:
+            raise ConfigError(f"--base {base}: {given} is a run, which knows its base; remove --base")
+        directory, checkpoint, _ = find_checkpoint(path, str(step))
+        from pipeline.evaluation.from_checkpoint import open_trained_run
+
+        run = open_trained_run(checkpoint, step, overrides, import_paths)
+        return ModelSource(directory.resolve().name, "run", str(run.model_folder), run=run)
     if step != "last":
         raise ConfigError(f"--step {step}: {given} is no run directory, so it has no steps; remove --step")
     trusts = _read_trust(overrides, given)
@@ -180,7 +237,7 @@ def open_source(
         adapter = _download_adapter(given)
         if adapter is not None:
             return _open_adapter(adapter, given, base, trusts)
-    elif is_adapter:
+    elif (path / ADAPTER_CONFIG).exists():
         return _open_adapter(path, path.resolve().name, base, trusts)
     if base is not None:
         raise ConfigError(f"--base {base}: {given} is no adapter (no {ADAPTER_CONFIG}); remove --base")
@@ -191,30 +248,6 @@ def open_source(
         check_folder(path, given, KEY)
         return ModelSource(path.resolve().name, "folder", str(path), trust_remote_code=trusts)
     return ModelSource(given, "hub", given, trust_remote_code=trusts)
-
-
-def _open_run(
-    path: Path, step: str, overrides: Sequence[str], base: str | None, import_paths: bool
-) -> ModelSource:
-    """Return the checkpoint of a run as a source.
-
-    Raises:
-        ModelError: The path is neither a run directory nor a checkpoint.
-    """
-    is_run = (path / "checkpoints").is_dir() or "checkpoints" in path.absolute().parts[-2:]
-    if not is_run:
-        what = "a folder without a model" if path.is_dir() else "a file"
-        raise ModelError(
-            f"{KEY}: {path} is {what}; expected a run directory (with checkpoints/), a folder of "
-            f"transformers (with config.json) or a folder of peft (with {ADAPTER_CONFIG})"
-        )
-    if base is not None:
-        raise ConfigError(f"--base {base}: {path} is a run, which knows its base; remove --base")
-    directory, checkpoint, _ = find_checkpoint(path, step)
-    from pipeline.evaluation.from_checkpoint import open_trained_run
-
-    run = open_trained_run(checkpoint, step, overrides, import_paths)
-    return ModelSource(directory.resolve().name, "run", str(run.model_folder), run=run)
 
 
 def _open_adapter(folder: Path, name: str, base: str | None, trust_remote_code: bool) -> ModelSource:
@@ -239,6 +272,11 @@ def _open_adapter(folder: Path, name: str, base: str | None, trust_remote_code: 
         advice = "" if base else f"; it is from {ADAPTER_CONFIG}, and --base FOLDER_OR_HUB_NAME names another"
         reason = summarize_error(error, 600).removeprefix(f"{KEY}: ")
         raise ModelError(f"{folder} is an adapter whose base cannot be opened: {reason}{advice}") from None
+    if opened.base is not None:
+        raise ModelError(
+            f"{KEY}: {folder} is an adapter whose base, {opened.location}, is an adapter, too; merge that one "
+            f"first: {format_pipeline_command('export', opened.location, 'OUT', '--merge')}, then --base OUT"
+        )
     return ModelSource(name, "adapter", str(folder), base=opened, trust_remote_code=trust_remote_code)
 
 
