@@ -153,7 +153,7 @@ def export_model(
         tokenizer: Tokenizer with the chat template.
         out: Folder to write, which must not exist or must be empty.
         adapter: Folder of an adapter to merge into the model, in fp32; `None` for none.
-        dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`; `None` for the model's own. Buffers keep theirs.
+        dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`; `None` for the model's own.
 
     Raises:
         CheckpointError: `out` cannot be written, or a value does not fit into fp16.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import ModelError
-from pipeline.evaluation.conversation import ChatFormat
-from pipeline.models.generation import GenerationSettings, TextGenerator, get_max_positions
+from pipeline.evaluation.conversation import ChatFormat, TextStream
+from pipeline.models.generation import GeneratedToken, GenerationSettings, TextGenerator, get_max_positions
 from pipeline.monitoring.events import SAMPLE, Event
 
 TEMPERATURE = 0.8
@@ -108,31 +108,78 @@ def build_text_sampler(
     return report_sample
 
 
-def generate_text(
-    generator: TextGenerator, tokenizer: Any, prompt: str, settings: GenerationSettings, *, is_question: bool
-) -> str:
-    """Return the prompt and the model's continuation, or only the answer to a question. Collective.
+Prompt = str | Sequence[Mapping[str, Any]]
+"""Text, or messages of a conversation with `role` and `content`."""
+ROWS_PER_BATCH = 16
+
+
+def generate_texts(
+    generator: TextGenerator,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    settings: GenerationSettings,
+    *,
+    is_conversational: bool,
+    end_ids: Collection[int] = (),
+    stop: Sequence[str] = (),
+    num_samples: int = 1,
+) -> list[list[str]]:
+    """Return texts for each prompt: with its continuation, or the answer to a conversation. Collective.
 
     Args:
         generator: Engine with the model.
         tokenizer: Tokenizer of the model.
-        prompt: Text to continue, or question to answer.
-        settings: Settings for the choice of each token.
-        is_question: Whether the prompt is put into the chat template as a question; see uses_chat_template.
+        prompts: Texts to continue, and conversations to answer.
+        settings: Settings for the choice of each token. Where a prompt leaves the model fewer positions than
+            `max_new_tokens`, as many tokens are generated.
+        is_conversational: Whether a text is a user's message to answer; see uses_chat_template.
+        end_ids: Ids that end a text, besides those of the model's generation config.
+        stop: Strings that end a text, and are not part of it.
+        num_samples: Number of texts for each prompt.
 
     Raises:
-        ModelError: The prompt fills the model's context, or the model cannot generate.
-        DataError: The chat template is not valid Jinja, or it refuses the question.
+        ModelError: A prompt fills the model's context, or the model cannot generate.
+        DataError: The chat template is missing, is not valid Jinja or refuses a conversation.
     """
-    ids = _tokenize_prompt(tokenizer, prompt, is_question)
+    chat: ChatFormat | None = None
     max_positions = get_max_positions(generator.module)
-    if max_positions is not None and len(ids) >= max_positions:
-        raise ModelError(
-            f"the prompt has {len(ids):,} tokens, and the model takes {max_positions:,} together with the "
-            "generated ones: shorten it"
-        )
-    text = _generate_sample(generator, tokenizer, ids, settings).text
-    return text.strip() if is_question else prompt + text
+    rows: list[tuple[list[int], GenerationSettings]] = []
+    streams: list[TextStream] = []
+    for prompt in prompts:
+        context: list[int] = []
+        if isinstance(prompt, str) and not is_conversational:
+            ids = context = _tokenize_prompt(tokenizer, prompt, False)
+        else:
+            chat = chat or ChatFormat(tokenizer)
+            ids = chat.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        if max_positions is not None and len(ids) >= max_positions:
+            raise ModelError(
+                f"the prompt has {len(ids):,} tokens, and the model takes {max_positions:,} together with "
+                "the generated ones: shorten it"
+            )
+        room = settings.max_new_tokens if max_positions is None else max_positions - len(ids)
+        max_new_tokens = min(settings.max_new_tokens, room)
+        for sample in range(num_samples):
+            rows.append((ids, replace(settings, max_new_tokens=max_new_tokens, sample=sample)))
+            streams.append(TextStream(tokenizer, end_ids=end_ids, stop=stop, prompt_ids=context))
+    texts = [""] * len(rows)
+    for first in range(0, len(rows), ROWS_PER_BATCH):
+
+        def add_token(row: int, token: GeneratedToken, first: int = first) -> bool:
+            texts[first + row] += streams[first + row].push(token.id)
+            return streams[first + row].finish_reason is not None
+
+        batch = rows[first : first + ROWS_PER_BATCH]
+        generator.generate([ids for ids, _ in batch], [of_row for _, of_row in batch], add_token)
+    texts = [text + stream.finish() for text, stream in zip(texts, streams, strict=True)]
+    results = []
+    for number, prompt in enumerate(prompts):
+        samples = texts[number * num_samples : (number + 1) * num_samples]
+        if isinstance(prompt, str) and not is_conversational:
+            results.append([prompt + text for text in samples])
+        else:
+            results.append([text.strip() for text in samples])
+    return results
 
 
 def _tokenize_prompt(tokenizer: Any, text: str, is_question: bool) -> list[int]:

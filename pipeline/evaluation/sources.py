@@ -8,6 +8,7 @@ code of a model runs only with `model.trust_remote_code=true`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,8 +17,6 @@ from pipeline.checkpoint.find import find_checkpoint
 from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.hub import use_hub_or_cache
 from pipeline.config.loading import parse_override
-from pipeline.data.chat_layouts import ASSISTANT, Conversation
-from pipeline.data.template_process import TemplateProcess
 from pipeline.data.tokenizer import load_pretrained
 from pipeline.errors import ConfigError, ModelError, PipelineError, summarize_error
 from pipeline.files import is_path
@@ -38,8 +37,6 @@ REMOTE_CODE = "model.trust_remote_code"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "*token*", "vocab*", "merges.txt", "*.jinja")
 """Patterns of the files that are downloaded of an adapter on the hub."""
-EXAMPLE = ({"role": "user", "content": "What is 2 + 2?"}, {"role": ASSISTANT, "content": "It is 4."})
-"""Conversation that shows a chat template's text, and the token that ends a turn."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +111,6 @@ class ModelSource:
         is_conversational = bool(tokenizer.chat_template)
         if config is not None:
             is_conversational = uses_chat_template(config.data, tokenizer)
-        generation_config: Any = getattr(engine.module, "generation_config", None)
-        end_ids = getattr(generation_config, "eos_token_id", None)
-        end_ids = [] if end_ids is None else [end_ids] if isinstance(end_ids, int) else end_ids
         return LoadedModel(
             engine=engine,
             tokenizer=tokenizer,
@@ -124,7 +118,7 @@ class ModelSource:
             is_conversational=is_conversational,
             call=ModelCall(None if config is None else config.model.inputs),
             max_positions=get_max_positions(engine.module),
-            end_ids=frozenset([*end_ids, tokenizer.eos_token_id, *_find_turn_end(tokenizer)]),
+            end_ids=find_end_ids(getattr(engine.module, "generation_config", None), tokenizer),
         )
 
     def load_engine(self, job: Job) -> InferenceEngine:
@@ -274,7 +268,7 @@ def _open_adapter(folder: Path, name: str, base: str | None, trust_remote_code: 
         raise ModelError(f"{folder} is an adapter whose base cannot be opened: {reason}{advice}") from None
     if opened.base is not None:
         raise ModelError(
-            f"{KEY}: {folder} is an adapter whose base, {opened.location}, is an adapter, too; merge that one "
+            f"{KEY}: {folder} is an adapter whose base, {opened.location}, is an adapter, too; merge that "
             f"first: {format_pipeline_command('export', opened.location, 'OUT', '--merge')}, then --base OUT"
         )
     return ModelSource(name, "adapter", str(folder), base=opened, trust_remote_code=trust_remote_code)
@@ -317,30 +311,16 @@ def _read_trust(overrides: Sequence[str], given: str) -> bool:
     return trusts
 
 
-def render_example(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the text of a conversation of two turns by the tokenizer's chat template.
+def find_end_ids(generation_config: Any, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """Return the ids that end a text.
 
-    Raises:
-        DataError: The template is not valid Jinja, or refuses the conversation.
-        ConfigError: jinja2 is not installed, or the template takes too much time or memory.
+    They are those of the generation config, the tokenizer's, and the end of a turn in its chat template.
     """
-    template = TemplateProcess(
-        tokenizer.chat_template, dict(tokenizer.special_tokens_map), tokenizer.all_special_tokens
-    )
-    try:
-        return template.write([("the chat template", Conversation(list(EXAMPLE)))])[0]
-    finally:
-        template.close()
+    from pipeline.evaluation.conversation import ChatFormat
 
-
-def _find_turn_end(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the id of the special token that ends an assistant's turn; empty if there is none."""
-    if not tokenizer.chat_template:
-        return []
-    try:
-        text = render_example(tokenizer)
-    except PipelineError:  # the first conversation reports it
-        return []
-    after = text.rpartition(EXAMPLE[-1]["content"])[2].lstrip()
-    special = ((number, token) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return [number for number, token in special if after.startswith(token.content)]
+    stated = getattr(generation_config, "eos_token_id", None)
+    ids = {stated} if isinstance(stated, int) else set(stated or ())
+    if tokenizer.chat_template:
+        with suppress(PipelineError):  # the first conversation reports a template that cannot be used
+            ids |= ChatFormat(tokenizer).end_ids
+    return frozenset(ids | {tokenizer.eos_token_id})

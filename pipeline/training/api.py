@@ -38,8 +38,15 @@ from pipeline.distributed.signals import stop_with_launcher
 from pipeline.engine.memory import count_tensor_bytes
 from pipeline.errors import ConfigError, DataError, ModelError, PipelineError
 from pipeline.evaluation import from_checkpoint
-from pipeline.evaluation.samples import TEMPERATURE, TOP_K, generate_text, sample_text, uses_chat_template
-from pipeline.evaluation.sources import open_source
+from pipeline.evaluation.samples import (
+    TEMPERATURE,
+    TOP_K,
+    Prompt,
+    generate_texts,
+    sample_text,
+    uses_chat_template,
+)
+from pipeline.evaluation.sources import ModelSource, open_source
 from pipeline.files import replace_file
 from pipeline.models.generation import GenerationSettings
 from pipeline.monitoring.events import Event
@@ -354,7 +361,10 @@ class Run:
         engine = self._parts.engine
         tokenizer = self._data.tokenizer
         with self._translate_failures(partial(advise_on_generation, max_new_tokens)):
-            return generate_text(engine, tokenizer, prompt, settings, is_question=self._has_chat_template)
+            texts = generate_texts(
+                engine, tokenizer, [prompt], settings, is_conversational=self._has_chat_template
+            )
+        return texts[0][0]
 
     def sample(self) -> str | None:
         """Generate the recipe's sample (section `sample`). It is also stored in summary.json.
@@ -477,46 +487,73 @@ def evaluate(
 
 def generate(
     source: str | Path,
-    prompt: str,
+    prompt: Prompt,
     overrides: Sequence[str] = (),
     *,
     step: str | int = "last",
     base: str | None = None,
     max_new_tokens: int = 128,
     temperature: float = TEMPERATURE,
+    top_k: int = TOP_K,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    stop: Sequence[str] = (),
     seed: int = 0,
     import_paths: bool = True,
 ) -> str:
-    """Return the prompt and the continuation by a language model, computed in one process.
+    """Return a text by a language model, computed in one process.
 
-    A model that was trained on conversations answers the prompt, and so does a model outside of a run whose
-    tokenizer has a chat template.
+    The text is the answer to a conversation, or the prompt with its continuation. A model that was trained on
+    conversations answers a prompt, too, and so does a model that is no run's if it has a chat template.
 
     Args:
         source: Run directory, one of its checkpoints, folder of transformers or of peft, or hub name.
-        prompt: Text to continue, or a question to answer.
+        prompt: Text to continue or question to answer; or messages with `role` and `content` to answer.
         overrides: `key=value` of a run's sections data, eval, loader and batch, or
             `model.trust_remote_code=true`.
         step: Checkpoint of a run: a step, `last` or `best`.
         base: Folder, run or hub name of an adapter's base; `None`: the one that its config names.
         max_new_tokens: Maximum number of tokens to generate.
         temperature: Divisor of the logits; 0 always takes the likeliest token.
+        top_k: Number of likeliest tokens to draw from; 0: all tokens.
+        top_p: Probability that the likeliest tokens have together, from which one is drawn.
+        min_p: Lowest probability of a token to draw, as a share of the likeliest token's.
+        stop: Strings that end the text, and are not part of it.
         seed: Seed of the sampling.
         import_paths: Whether code that a run's recipe names may be imported and run.
 
     Raises:
         ConfigError: An override is not allowed or not valid.
+        DataError: A value is out of its range, or the chat template refuses the conversation.
         ModelError: There is no such model, it is no language model, or the prompt is longer than its context.
         CheckpointError: The checkpoint does not exist, or its weights are damaged.
         DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed.
     """
+    settings = GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed)
     opened = open_source(source, step, overrides, base=base, import_paths=import_paths)
+    return generate_from_source(opened, [prompt], settings, stop)[0][0]
+
+
+def generate_from_source(
+    source: ModelSource,
+    prompts: Sequence[Prompt],
+    settings: GenerationSettings,
+    stop: Sequence[str] = (),
+    num_samples: int = 1,
+) -> list[list[str]]:
+    """Return texts for each prompt by the language model of a source; see `generate` and generate_texts."""
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    settings = GenerationSettings(max_new_tokens, temperature, TOP_K, seed=seed)
-    with translate_device_failures(job.device, partial(advise_on_generation, max_new_tokens)):
-        model = opened.load(job)
-        return generate_text(
-            model.engine, model.tokenizer, prompt, settings, is_question=model.is_conversational
+    with translate_device_failures(job.device, partial(advise_on_generation, settings.max_new_tokens)):
+        model = source.load(job)
+        return generate_texts(
+            model.engine,
+            model.tokenizer,
+            prompts,
+            settings,
+            is_conversational=model.is_conversational,
+            end_ids=model.end_ids,
+            stop=stop,
+            num_samples=num_samples,
         )
 
 
