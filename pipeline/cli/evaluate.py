@@ -1,4 +1,4 @@
-"""Command `python -m pipeline evaluate RUN`: evaluates a checkpoint on held-out data, in one process."""
+"""Command `python -m pipeline evaluate SOURCE`: evaluates a checkpoint on held-out data, in one process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import argparse
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.cli.inputs import (
     ParagraphHelpFormatter,
-    add_checkpoint_arguments,
     add_overrides,
+    add_source_arguments,
     report_file_errors,
 )
 from pipeline.distributed.ranks import Ranks
+from pipeline.evaluation.sources import open_source
 from pipeline.monitoring.logs import log_to_console
 
 HELP = "evaluate a checkpoint on its run's held-out data, or on other data"
@@ -22,7 +23,7 @@ use the CPU."""
 EPILOG = """\
 To evaluate on other data, and on all of its samples:
 
-  %(prog)s RUN 'data.eval_sets={mine: {paths: [mine.jsonl]}}' eval.max_samples=null
+  %(prog)s runs/NAME-TIME 'data.eval_sets={mine: {paths: [mine.jsonl]}}' eval.max_samples=null
 """
 
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = ParagraphHelpFormatter
-    add_checkpoint_arguments(parser)
+    add_source_arguments(parser)
     add_overrides(parser, "recipe keys of data, eval, loader and batch")
 
 
@@ -43,13 +44,21 @@ def run(arguments: argparse.Namespace) -> None:
         PipelineError: The checkpoint cannot be found, read or evaluated.
     """
     log_to_console(Ranks(0, 0, 1, 1))
-    directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
+    source = open_source(
+        arguments.source,
+        arguments.step,
+        arguments.overrides,
+        base=arguments.base,
+        import_paths=not arguments.no_import_paths,
+    )
     from pipeline.cli.screen import Screen
     from pipeline.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
-    from pipeline.training.api import evaluate
+    from pipeline.training.api import evaluate_source
 
-    metrics = evaluate(checkpoint, arguments.overrides, import_paths=not arguments.no_import_paths)
-    metrics_file = directory / METRICS_FILE
+    metrics = evaluate_source(source)
+    assert source.run is not None  # else evaluate_source has raised
+    _, checkpoint, manifest = find_checkpoint(source.run.checkpoint, "last")
+    metrics_file = source.run.run / METRICS_FILE
     rows = read_metrics(metrics_file) if metrics_file.is_file() else []
     evaluations = [row for row in rows if row["step"] == manifest.global_step and "eval/loss" in row]
     recorded = evaluations[-1] if evaluations else {}

@@ -34,31 +34,24 @@ class ParagraphHelpFormatter(argparse.HelpFormatter):
         return "\n\n".join(filled)
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--config`, which is required, `--no-import-paths` and overrides."""
+def add_recipe_arguments(parser: argparse.ArgumentParser, is_required: bool = True) -> None:
+    """Add `--config`, `--no-import-paths` and overrides."""
     parser.add_argument(
         "--config",
         type=Path,
         metavar="RECIPE.yaml",
-        required=True,
+        required=is_required,
         help=f"recipe; {PATH_OR_NAME}",
     )
     add_overrides(parser, "recipe keys, such as data.sequence_length=512")
 
 
-def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `RUN` and `--step`, which together name a checkpoint."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
-    parser.add_argument(
-        "--step", help="checkpoint of the run: a step, `last` (default) or `best`", default="last"
-    )
-
-
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+def add_source_arguments(parser: argparse.ArgumentParser, is_required: bool = True) -> None:
     """Add `SOURCE`, `--step` and `--base`, which together name a model for `open_source`."""
     parser.add_argument(
         "source",
         metavar="SOURCE",
+        nargs=None if is_required else "?",
         help="run directory, one of its checkpoints, exported folder (transformers or peft), or hub name",
     )
     parser.add_argument(

@@ -1,6 +1,7 @@
-"""Command `python -m pipeline inspect`: shows a recipe's data as the model would get it.
+"""Command `python -m pipeline inspect`: shows a recipe's data as the model would get it, or a trained model.
 
 python -m pipeline inspect --config launch/recipes/python_stdlib.yaml data.sequence_length=512
+python -m pipeline inspect runs/NAME-TIME
 """
 
 from __future__ import annotations
@@ -9,29 +10,32 @@ import argparse
 import logging
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cli.inputs import add_recipe_arguments, read_recipe
+from pipeline.cli.inputs import add_recipe_arguments, add_source_arguments, read_recipe
 from pipeline.config.data_schema import DocumentsConfig
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
+from pipeline.evaluation.sources import ModelSource, open_source
 from pipeline.monitoring.logs import log_to_console
 
 if TYPE_CHECKING:
     from pipeline.cli.screen import Screen
     from pipeline.data.bundle import Batch, DataBundle
 
-HELP = "show a recipe's data as the model would get it"
+HELP = "show a recipe's data as the model would get it, or a trained model"
 DESCRIPTION = """\
-Show the training data of a recipe, after preparing it if needed. For text: number and lengths of documents,
-exact copies, padding, and rows in which the tokens that count in the loss are marked. For images: classes and
-the first micro-batch."""
+Show a language model: its architecture, size, tokenizer, end tokens and chat template. Show the training data
+of a run, or with --config of a recipe, after preparing it if needed. For text: number and lengths of
+documents, exact copies, padding, and rows in which the tokens that count in the loss are marked. For images:
+classes and the first micro-batch."""
 AFTER_INTERRUPT = ""  # `pipeline/__main__.py` prints nothing more than "stopped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = DESCRIPTION
-    add_recipe_arguments(parser)
+    add_source_arguments(parser, is_required=False)
+    add_recipe_arguments(parser, is_required=False)
     parser.add_argument(
         "--samples",
         type=int,
@@ -43,21 +47,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Show the data of the recipe.
+    """Show the model of the source and the data of its run, or the data of the recipe.
 
     Raises:
-        PipelineError: The recipe or an argument is invalid, or the data cannot be read or prepared.
+        PipelineError: The recipe or an argument is invalid, or the model or data cannot be read.
     """
     log_to_console(Ranks(0, 0, 1, 1))
-    config = read_recipe(arguments)
+    if arguments.config is not None and arguments.source is not None and "=" in arguments.source:
+        arguments.overrides.insert(0, arguments.source)  # argparse takes the first override for the source
+        arguments.source = None
+    if (arguments.config is None) == (arguments.source is None):
+        raise ConfigError(
+            "give either SOURCE (a run, a folder or a hub name) or --config RECIPE.yaml, and not both"
+        )
     if arguments.samples < 0:
         raise ConfigError(f"--samples {arguments.samples}: expected 0 or more")
+    if arguments.config is not None:
+        config = read_recipe(arguments)
+        from pipeline.data import prepare_data
+
+        _inspect_data(arguments, config, prepare_data(config.data))
+        return
+    source = open_source(
+        arguments.source,
+        arguments.step,
+        arguments.overrides,
+        base=arguments.base,
+        import_paths=not arguments.no_import_paths,
+    )
+    _inspect_source(arguments, source)
+
+
+def _inspect_source(arguments: argparse.Namespace, source: ModelSource) -> None:
+    """Show a language model, and the data of a run."""
     from pipeline.cli import inspect_view
     from pipeline.cli.screen import Screen
-    from pipeline.data import prepare_data
+
+    if source.run is None or source.run.config.model.language_model is not None:
+        inspect_view.show_model(Screen(arguments.no_color), source)
+    if source.run is not None:
+        from pipeline.evaluation.from_checkpoint import read_data
+
+        _inspect_data(arguments, source.run.config, read_data(source.run))
+
+
+def _inspect_data(arguments: argparse.Namespace, config: RunConfig, bundle: DataBundle) -> None:
+    """Show the data of a recipe."""
+    from pipeline.cli import inspect_view
+    from pipeline.cli.screen import Screen
 
     screen = Screen(arguments.no_color)
-    bundle = prepare_data(config.data)
     if config.data.documents is not None:
         _inspect_text(screen, config, config.data.documents, bundle, samples=arguments.samples)
         return

@@ -1,4 +1,4 @@
-"""Prints training data for the command `inspect`: statistics, text, conversations and images.
+"""Prints a model and training data for the command `inspect`: statistics, text, conversations and images.
 
 Tokens that count in the loss are marked by colour or brackets. A token counts if it is a target: then the
 label at the position before it is not -100.
@@ -18,12 +18,13 @@ from rich.text import Text
 from pipeline.cli.screen import Screen, format_percent
 from pipeline.data.batches import IGNORE_INDEX, Batch
 from pipeline.data.preference_layouts import CHOSEN, KIND_NAMES, MISMATCHED, REJECTED
-from pipeline.errors import escape_unprintable
+from pipeline.errors import PipelineError, escape_unprintable
 
 if TYPE_CHECKING:
     from pipeline.data.packing import PackedDataset
     from pipeline.data.prepared.part_files import TokenStore
     from pipeline.data.prepared.prepare import PreparedSource
+    from pipeline.evaluation.sources import ModelSource
 
 TOKENS_AT_ONCE = 1 << 20  # tokens of the rows that are read at once; their ids and labels take 16 MB
 
@@ -326,6 +327,52 @@ def format_legend(is_coloured: bool, *, has_answers: bool) -> Text:
     if is_coloured:
         return Text.assemble(("in the loss", LOSS_STYLE), ", ", ("context", CONTEXT_STYLE))
     return Text(f"tokens in the loss are {OPEN}in double brackets{CLOSE}; the rest is context")
+
+
+EXAMPLE = ({"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."})
+"""Conversation that shows the text of a chat template."""
+
+
+def show_model(screen: Screen, source: ModelSource) -> None:
+    """Show the size, tokenizer, end tokens and chat template of a language model. Weights are not read.
+
+    Raises:
+        PipelineError: The model's config or its tokenizer cannot be read, or it is no language model.
+    """
+    from pipeline.evaluation.conversation import ChatFormat
+    from pipeline.evaluation.sources import find_end_ids
+
+    tokenizer = source.load_tokenizer()
+    model = source.build_empty()
+    config = model.config.get_text_config()
+    location = source.location if source.run is None else str(source.run.checkpoint)
+    base = "" if source.base is None else f" over {source.base.kind} {source.base.location}"
+    run = source.run or (source.base and source.base.run)
+    precision = str(model.dtype).removeprefix("torch.") if run is None else run.precision
+    positions = getattr(config, "max_position_embeddings", None)
+    end_ids = sorted(find_end_ids(model.generation_config, tokenizer))
+    rows = [
+        ["architecture", type(model).__name__],
+        [
+            "parameters",
+            f"{sum(p.numel() for p in model.parameters()):,}" + (base and ", without the adapter's"),
+        ],
+        ["precision", precision],
+        ["positions", "no limit" if positions is None else f"{positions:,}"],
+        ["vocabulary", f"{config.vocab_size:,} rows, {len(tokenizer):,} tokens"],
+        ["tokenizer", f"{type(tokenizer).__name__}, {type(tokenizer.backend_tokenizer.model).__name__}"],
+        ["end tokens", ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in end_ids)],
+    ]
+    columns = ["source", f"{source.kind} {location}{base}"]
+    screen.table(columns, rows, text_columns=columns)
+    if not tokenizer.chat_template:
+        screen.line("no chat template: the model continues text")
+        return
+    screen.title("Two turns in the chat template, up to the next answer")
+    try:
+        screen.line(tokenizer.decode(ChatFormat(tokenizer).render(EXAMPLE)))
+    except PipelineError as error:
+        screen.line(f"{error}")
 
 
 MAX_CLASSES_SHOWN = 30

@@ -118,6 +118,12 @@ class TrainedRun:
         return self.run / MODEL_FOLDER
 
     @property
+    def precision(self) -> str:
+        """Precision of the run: `fp32`, `bf16`, `fp16`, or `auto`, which depends on the device."""
+        deepspeed = self.last_start["deepspeed"]
+        return str(self.config.engine.precision) if deepspeed is None else get_precision(deepspeed)
+
+    @property
     def micro_batch_size(self) -> int:
         """Samples in a micro-batch: the number in the overrides or the recipe, else the one of the run."""
         batch = self.config.batch
@@ -277,19 +283,17 @@ def load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> Infer
     if language is not None:  # weights trained in fp8 are evaluated without it, on any device
         section = section.model_copy(update={"fp8": "none"})
     load_weights(model, section, NoSharding(), job, open_checkpoint)
-    is_half = deepspeed is not None and get_precision(deepspeed) != "fp32"
+    is_half = deepspeed is not None and trained.precision != "fp32"
     # As in training: under DeepSpeed, language models compute without autocast, and other models with it.
     deepspeed_autocasts = is_half and language is None
     model = apply_transforms(model, section, TransformContext(job.device, is_autocast=deepspeed_autocasts))
     if deepspeed is None:
-        precision = str(config.engine.precision)
+        precision = trained.precision
         if precision == "auto":
             precision = "bf16" if describe_device(job.device).bf16 else "fp32"
         # Plain PyTorch has fp32 weights, and always computes under autocast.
         return InferenceEngine(model, precision, job.device, casts=False, autocast=True)
-    return InferenceEngine(
-        model, get_precision(deepspeed), job.device, casts=True, autocast=deepspeed_autocasts
-    )
+    return InferenceEngine(model, trained.precision, job.device, casts=True, autocast=deepspeed_autocasts)
 
 
 @tag_errors(Phase.MODEL)

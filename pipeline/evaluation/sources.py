@@ -23,7 +23,7 @@ from pipeline.files import is_path
 from pipeline.planner.shapes import read_pretrained_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from pipeline.checkpoint.export import ExportResult
     from pipeline.distributed.process_group import Job
@@ -136,6 +136,18 @@ class ModelSource:
         engine.module.eval()
         return engine
 
+    def build_empty(self) -> PreTrainedModel:
+        """Return the model without weights, on the meta device; of an adapter, its base.
+
+        Raises:
+            ModelError: The config cannot be read, or describes no language model.
+        """
+        from pipeline.models.huggingface import build_empty_model
+
+        if self.base is not None:
+            return self.base.build_empty()
+        return build_empty_model(self.location, self.trust_remote_code, KEY, has_weights=self.run is None)
+
     def export(self, out: str | Path, *, dtype: str | None = None, merge: bool = False) -> ExportResult:
         """Write a model that is no run's as a folder of transformers, in another dtype or merged.
 
@@ -218,7 +230,11 @@ def open_source(
         from pipeline.evaluation.from_checkpoint import open_trained_run
 
         run = open_trained_run(checkpoint, step, overrides, import_paths)
-        return ModelSource(directory.resolve().name, "run", str(run.model_folder), run=run)
+        language = run.config.model.language_model
+        trusts = language is not None and language.trust_remote_code
+        return ModelSource(
+            directory.resolve().name, "run", str(run.model_folder), run, trust_remote_code=trusts
+        )
     if step != "last":
         raise ConfigError(f"--step {step}: {given} is no run directory, so it has no steps; remove --step")
     trusts = _read_trust(overrides, given)

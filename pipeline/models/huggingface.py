@@ -14,9 +14,10 @@ transformers' sequence classification, so that transformers can open an export.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -490,6 +491,8 @@ def load_stored_model(
         ModelError: There is no such model, it is no language model, or its weights cannot be read, do not fit
             or are quantized.
     """
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     name, hf_config = read_model_config(given, trust_remote_code, key)
     if choose_auto_class(hf_config.to_dict()) != "AutoModelForCausalLM":
         raise ModelError(
@@ -504,6 +507,36 @@ def load_stored_model(
         attn_implementation=resolve_attention_name("auto", hf_config),
         trust_remote_code=trust_remote_code,
     )
+    return model
+
+
+def build_empty_model(
+    given: str, trust_remote_code: bool, key: str, has_weights: bool = True
+) -> PreTrainedModel:
+    """Return the model that a folder or the hub describes on the meta device, with its generation config.
+
+    Args:
+        given: Folder or hub name.
+        trust_remote_code: Whether Python code of the model may run.
+        key: Option that has the name, for messages.
+        has_weights: Whether it must have weights, too; the folder of a run only describes its model.
+
+    Raises:
+        ModelError: There is no such model, or it is no language model.
+    """
+    if not has_weights:
+        with torch.device("meta"):
+            return build_from_description(Path(given), CausalLMConfig(trust_remote_code=trust_remote_code))
+    name, hf_config = read_model_config(given, trust_remote_code, key)
+    try:
+        with torch.device("meta"), no_init_weights():
+            model: PreTrainedModel = get_model_class(hf_config).from_config(
+                hf_config, dtype=hf_config.dtype, trust_remote_code=trust_remote_code
+            )
+    except (OSError, *CONFIG_ERRORS) as error:
+        raise ModelError(f"{key}: {given!r}: {_get_reason(error)}") from None
+    with suppress(OSError), use_hub_or_cache(key, name, ModelError):
+        model.generation_config = GenerationConfig.from_pretrained(name)
     return model
 
 

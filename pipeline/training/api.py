@@ -473,10 +473,20 @@ def evaluate(
             fit the model.
         DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed.
     """
-    run = open_source(source, step, overrides, import_paths=import_paths).run
+    return evaluate_source(open_source(source, step, overrides, import_paths=import_paths))
+
+
+def evaluate_source(source: ModelSource) -> dict[str, float]:
+    """Evaluate the checkpoint of a source on its run's data; see `evaluate`.
+
+    Raises:
+        ConfigError: The source is no run.
+    """
+    run = source.run
     if run is None:
         raise ConfigError(
-            f"{source} is no run, so it has no held-out data to evaluate on; name tasks: --tasks arc_easy"
+            f"{source.location} is no run, so it has no held-out data to evaluate on; name tasks: --tasks "
+            "arc_easy"
         )
     data = from_checkpoint.read_data(run)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
