@@ -113,19 +113,19 @@ def run(arguments: argparse.Namespace) -> None:
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
     settings = GenerationSettings(**{name: getattr(arguments, name) for name in names})
     texts = generate_from_source(source, prompts, settings, arguments.stop, arguments.samples)
-    for messages, samples in zip(prompts, texts, strict=True):
+    for row, samples in zip(prompts, texts, strict=True):
         for number, text in enumerate(samples, start=1):
             if are_lines:
-                answered = [*messages, {"role": "assistant", "content": text}]
-                print(json.dumps({"messages": answered}), flush=True)
+                answered = [*row["messages"], {"role": "assistant", "content": text}]
+                print(json.dumps(row | {"messages": answered}), flush=True)
                 continue
             if len(samples) > 1:
                 print(f"--- sample {number} of {len(samples)} ---")
             print(escape_unprintable(text), flush=True)
 
 
-def _read_conversations(file: str) -> tuple[list[list[dict[str, Any]]], bool]:
-    """Return the conversations of a file, and whether it has one conversation in each line.
+def _read_conversations(file: str) -> tuple[list[dict[str, Any]], bool]:
+    """Return the rows of a file, each with `messages`, and whether it has one row in each line.
 
     Raises:
         DataError: The file has no conversation, or is no JSON.
@@ -135,7 +135,7 @@ def _read_conversations(file: str) -> tuple[list[list[dict[str, Any]]], bool]:
     content = sys.stdin.buffer.read() if file == "-" else read_regular_file(file, MAX_DESCRIPTION_BYTES)
     are_lines = Path(file).suffix == ".jsonl"
     pieces = [line for line in content.splitlines() if line.strip()] if are_lines else [content]
-    conversations = []
+    rows = []
     for number, piece in enumerate(pieces, start=1):
         where = f"{name}, line {number}" if are_lines else name
         try:
@@ -144,25 +144,26 @@ def _read_conversations(file: str) -> tuple[list[list[dict[str, Any]]], bool]:
             raise DataError(
                 f"{where} is no JSON: {error}; several conversations need a .jsonl file"
             ) from None
-        messages = found.get("messages") if isinstance(found, dict) else found
+        row = found if isinstance(found, dict) else {"messages": found}
+        messages = row.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise DataError(
                 f'{where}: expected messages, such as [{{"role": "user", "content": "Hi!"}}], or an object '
                 "with `messages`"
             )
-        conversations.append(messages)
-    if not conversations:
+        rows.append(row)
+    if not rows:
         raise DataError(f"{name} has no conversation; write one in each line")
-    return conversations, are_lines
+    return rows, are_lines
 
 
-def _add_system_message(prompt: str | list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+def _add_system_message(prompt: str | dict[str, Any], text: str) -> dict[str, Any]:
     """Return a conversation that begins with a system message.
 
     Raises:
         ConfigError: It has one already.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if messages[0].get("role") == "system":
+    row = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else prompt
+    if row["messages"][0].get("role") == "system":
         raise ConfigError("--system: the conversation begins with a system message already; give one of them")
-    return [{"role": "system", "content": text}, *messages]
+    return row | {"messages": [{"role": "system", "content": text}, *row["messages"]]}

@@ -347,7 +347,7 @@ def show_model(screen: Screen, source: ModelSource) -> None:
     config = model.config.get_text_config()
     location = source.location if source.run is None else str(source.run.checkpoint)
     base = "" if source.base is None else f" over {source.base.kind} {source.base.location}"
-    run = source.run or (source.base and source.base.run)
+    run = source.run if source.base is None else source.base.run
     precision = str(model.dtype).removeprefix("torch.") if run is None else run.precision
     positions = getattr(config, "max_position_embeddings", None)
     end_ids = sorted(find_end_ids(model.generation_config, tokenizer))

@@ -108,8 +108,8 @@ def build_text_sampler(
     return report_sample
 
 
-Prompt = str | Sequence[Mapping[str, Any]]
-"""Text, or messages of a conversation with `role` and `content`."""
+Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, messages of a conversation with `role` and `content`, or an object with `messages` and `tools`."""
 ROWS_PER_BATCH = 16
 
 
@@ -151,7 +151,10 @@ def generate_texts(
             ids = context = _tokenize_prompt(tokenizer, prompt, False)
         else:
             chat = chat or ChatFormat(tokenizer)
-            ids = chat.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            row = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+            if isinstance(prompt, str):
+                row = {"messages": [{"role": "user", "content": prompt}]}
+            ids = chat.render(row["messages"], row.get("tools"))
         if max_positions is not None and len(ids) >= max_positions:
             raise ModelError(
                 f"the prompt has {len(ids):,} tokens, and the model takes {max_positions:,} together with "

@@ -161,6 +161,7 @@ class ModelSource:
             CheckpointError, ModelError: The model cannot be loaded or written.
         """
         from pipeline.checkpoint.export import export_model
+        from pipeline.distributed.accelerator import choose_accelerator
         from pipeline.models.huggingface import load_stored_model
 
         if self.base is not None and not merge:
@@ -175,6 +176,7 @@ class ModelSource:
             raise ConfigError(
                 f"{self.location}: its base is a run; export that first, and name the folder: --base OUT"
             )
+        choose_accelerator()  # transformers imports DeepSpeed to save
         tokenizer = self.load_tokenizer()
         adapter = None if self.base is None else Path(self.location)
         weights = load_stored_model(model.location, self.trust_remote_code, KEY)
