@@ -151,7 +151,7 @@ def generate_texts(
             ids = context = _tokenize_prompt(tokenizer, prompt, False)
         else:
             chat = chat or ChatFormat(tokenizer)
-            row = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+            row: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
             if isinstance(prompt, str):
                 row = {"messages": [{"role": "user", "content": prompt}]}
             ids = chat.render(row["messages"], row.get("tools"))

@@ -17,7 +17,6 @@ from pipeline.checkpoint.find import find_checkpoint
 from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.hub import use_hub_or_cache
 from pipeline.config.loading import parse_override
-from pipeline.data.tokenizer import load_pretrained
 from pipeline.errors import ConfigError, ModelError, PipelineError, summarize_error
 from pipeline.files import is_path
 from pipeline.planner.shapes import read_pretrained_config
@@ -83,6 +82,8 @@ class ModelSource:
             DataError: There is no tokenizer that can be loaded.
             ModelError: The model is no language model.
         """
+        from pipeline.data.tokenizer import load_pretrained
+
         if self.run is not None and self.run.config.model.language_model is None:
             raise ModelError(
                 f"{self.run.run}: a model of kind {self.run.config.model.kind} writes no text; that is for "
