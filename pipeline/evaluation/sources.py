@@ -254,7 +254,8 @@ def open_source(
         return _open_adapter(path, path.resolve().name, base, trusts)
     if base is not None:
         raise ConfigError(f"--base {base}: {given} is no adapter (no {ADAPTER_CONFIG}); remove --base")
-    read_pretrained_config(given, KEY)  # refuses a missing or unreadable one
+    if read_pretrained_config(given, KEY).get("quantization_config"):
+        raise ModelError(f"{KEY}: {given}: its weights are already quantized; use the original model")
     if path.exists():
         from pipeline.models.transformers_facts import check_folder
 

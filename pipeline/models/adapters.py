@@ -261,10 +261,15 @@ def apply_peft_folder(model: nn.Module, folder: Path) -> Any:
     device = next(model.parameters()).device
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        if config.is_prompt_learning:
+        if config.is_prompt_learning or config.peft_type == "XLORA":  # X-LoRA reads further folders
             raise ModelError(
-                f"{folder}: {CONFIG_FILE} has peft_type {config.peft_type.value}, which adds to the prompt; "
-                "expected an adapter of layers, such as LORA"
+                f"{folder}: {CONFIG_FILE} has peft_type {config.peft_type.value}, which is no adapter of "
+                "layers alone; give one of layers, such as LORA"
+            )
+        if getattr(config, "megatron_config", None):
+            raise ModelError(
+                f"{folder}: {CONFIG_FILE} has a megatron_config, for which peft imports a module that the "
+                "file names; write null there"
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of missing tensors, which are an error below

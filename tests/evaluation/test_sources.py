@@ -276,6 +276,21 @@ def bad_adapter_without_a_tensor(made, folder):
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+def bad_adapter_that_imports(made, folder):
+    shutil.copytree(made / "lora_out", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config |= {"megatron_config": {"a": 1}, "megatron_core": "a_module_that_is_not_there"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def bad_adapter_over_quantized_base(made, folder):
+    quantized = shutil.copytree(made / "base", folder.with_name("quantized"))
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantized / "config.json").write_text(json.dumps(config))
+    name_base(shutil.copytree(made / "lora_out", folder), str(quantized))
+
+
 def bad_reward_model(made, folder):
     shutil.copytree(made / "base", folder)
     config = json.loads((folder / "config.json").read_text())
@@ -296,6 +311,8 @@ BAD = {
     bad_adapter_over_adapter: "is an adapter, too; merge that first: ",
     bad_adapter_of_pickle: "has adapter_model.bin, a pickle, which could run code and is not opened",
     bad_adapter_without_a_tensor: "adapter_model.safetensors lacks base_model.model.model.layers.0.",
+    bad_adapter_that_imports: "has a megatron_config, for which peft imports a module that the file names",
+    bad_adapter_over_quantized_base: "its weights are already quantized; use the original model; it is from",
     bad_reward_model: "is a reward model, which gives scores, not text; give a language model",
 }
 
