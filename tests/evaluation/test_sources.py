@@ -452,10 +452,10 @@ def test_system_message_samples_and_stop(made, call, monkeypatch):
         "pipeline.evaluation.from_checkpoint.InferenceEngine.generate",
         lambda self, ids, settings, on_token=None: prompts.append(ids[0]) or [[]],
     )
-    assert call("generate", made / "run_out", *question, "--system", "Be brief.")[0] == 0
+    assert call("generate", made / "run_out", *question, "--system", "Be short.")[0] == 0
     tokenizer = AutoTokenizer.from_pretrained(made / "run_out")
     assert tokenizer.decode(prompts[0]).startswith(
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n"
     )
 
 
