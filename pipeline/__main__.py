@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pipeline.cli import (
+    chat,
     checkpoints,
     doctor,
     evaluate,
@@ -32,6 +33,7 @@ COMMANDS = {
     "checkpoints": checkpoints,
     "evaluate": evaluate,
     "generate": generate,
+    "chat": chat,
     "export": export,
     "import": import_config,
     "report": report,

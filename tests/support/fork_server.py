@@ -151,7 +151,7 @@ def _execute_child(popen: Any, args: Any, *options: Any) -> None:
             if file != -1:
                 os.dup2(file, number)
         environment = dict(os.environ if values["env"] is None else values["env"])
-        _run_program(list(args[1:]), environment, _ignored_signals())
+        run_program(list(args[1:]), environment, _ignored_signals())
     popen._close_pipe_fds(
         *(values[name] for name in ["p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"])
     )
@@ -172,10 +172,10 @@ def _run_as_session_leader(
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
-    _run_program(arguments, environment, ignored)
+    run_program(arguments, environment, ignored)
 
 
-def _run_program(arguments: list[str], environment: dict[str, str], ignored: Sequence[int]) -> None:
+def run_program(arguments: list[str], environment: dict[str, str], ignored: Sequence[int]) -> None:
     """Run a script or module as a fresh interpreter does, from its start to its exit. Never returns."""
     _reset_process(environment, ignored)
     code: Any = 0
