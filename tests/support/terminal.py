@@ -7,6 +7,7 @@ import pty
 import select
 import subprocess
 import sys
+import termios
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -49,6 +50,7 @@ class TerminalProgram:
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._own_end, program_end = pty.openpty()
+        termios.tcsetwinsize(program_end, (24, 1000))  # so that no line is wrapped
         self._process = process_context().Process(
             target=_run_in_terminal, args=(os.ttyname(program_end), list(arguments), dict(environment))
         )
