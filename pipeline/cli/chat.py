@@ -14,12 +14,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pipeline.cli.generate import add_generation_arguments, check_generation_arguments
 from pipeline.cli.inputs import add_overrides, add_source_arguments, report_file_errors
 from pipeline.data.chat_template import REASONING_TAGS
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UNPRINTABLE, ConfigError, DeviceFailedError, ModelError, PipelineError
+from pipeline.evaluation.sources import open_source
 from pipeline.files import MAX_DESCRIPTION_BYTES, read_regular_file, replace_file
 from pipeline.monitoring.logs import log_to_console
 
@@ -40,14 +42,6 @@ COMMANDS = {
     "/help": "list the commands; a message that begins with a slash is written with two",
     "/quit": "end, as Ctrl-D does",
 }
-NUMBERS: dict[str, tuple[Any, str]] = {
-    "--max-new-tokens": (512, "length of an answer at most"),
-    "--temperature": (0.8, "divisor of the logits; 0 always takes the likeliest token"),
-    "--top-k": (50, "number of likeliest tokens to draw from; 0: all"),
-    "--top-p": (1.0, "probability that the tokens to draw from have together"),
-    "--min-p": (0.0, "lowest probability to draw, as a share of the likeliest token's"),
-    "--seed": (0, "seed of the draws; the same conversation gets the same answers"),
-}
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 END_TAGS = REASONING_TAGS.pattern.replace("<", "</").replace(r"\[", r"\[/")
 ANY_TAG = re.compile(f"(?P<begin>{REASONING_TAGS.pattern})|{END_TAGS}")
@@ -59,12 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     add_source_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="text that ends an answer"
-    )
-    for name, (default, meaning) in NUMBERS.items():
-        text = f"{meaning} (default: {default})"
-        parser.add_argument(name, type=type(default), default=default, metavar="N", help=text)
+    add_generation_arguments(parser, max_new_tokens=512)
     add_overrides(parser, argparse.SUPPRESS)
 
 
@@ -76,10 +65,9 @@ def run(arguments: argparse.Namespace) -> None:
         PipelineError: An argument is out of range, or the model cannot be found, loaded or used.
     """
     log_to_console(Ranks(0, 0, 1, 1), "warning")
+    check_generation_arguments(arguments)
     if sys.stdin is None:
         raise ConfigError("standard input is closed; messages are read from it")
-    from pipeline.evaluation.sources import open_source
-
     source = open_source(
         arguments.source,
         arguments.step,
@@ -90,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
     from pipeline.distributed.process_group import start_job
     from pipeline.models.generation import GenerationSettings
 
-    names = [name.removeprefix("--").replace("-", "_") for name in NUMBERS]
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
     settings = GenerationSettings(**{name: getattr(arguments, name) for name in names})
     model = source.load(start_job(Ranks(0, 0, 1, 1), distributed=False))
     chat = Chat(model, settings, arguments.stop)

@@ -126,8 +126,8 @@ def test_the_oldest_messages_are_left_out_of_a_long_conversation(folder, chat):
 @pytest.mark.parametrize(
     ("arguments", "lines", "message"),
     [
-        (["--temperature", "-1"], "1", "error: temperature is -1.0; give 0, or a number from"),
-        (["--max-new-tokens", "0"], "1", "error: max_new_tokens is 0; give 1 or more"),
+        (["--temperature", "-1"], "1", "error: --temperature -1.0: expected a number from 0 to 100"),
+        (["--max-new-tokens", "0"], "1", "error: --max-new-tokens 0: expected 1 or more"),
         (["--stop", ""], "1", "error: a stop string is empty; give it one character or more"),
         (["--step", "7"], "1", "error: --step 7: "),
         ([], b"a\xff1", "error: the message is not UTF-8; set the terminal to UTF-8 (LANG=C.UTF-8)"),
@@ -202,7 +202,7 @@ READLINE_BEGINS = "\x1b[?2004h"  # readline asks the terminal to mark text that 
 
 
 def say(terminal, line):
-    """What is shown after a line, up to the next prompt."""
+    """Return what is shown after a line, up to the next prompt."""
     terminal.type(line + "\n")
     terminal.read_to(line + "\r\n")  # the terminal's echo
     return read_to_prompt(terminal)
@@ -210,7 +210,7 @@ def say(terminal, line):
 
 def test_commands(model, open_terminal, tmp_path):
     terminal = open_terminal(model, "--temperature", "0")
-    assert terminal.banner == "talker, float32 on cpu; Ctrl-D ends, /help lists commands"
+    assert terminal.banner.split("\n")[-1] == "talker, float32 on cpu; Ctrl-D ends, /help lists commands"
     assert say(terminal, "/regenerate") == "error: /regenerate: there is no answer yet; write a message"
     assert say(terminal, "/save a.json") == "error: /save: there is no message yet"
     assert say(terminal, "1") == "ok 😀!"
