@@ -114,8 +114,9 @@ def test_a_base_model_continues_each_line(base, chat):
 
 def test_the_oldest_messages_are_left_out_of_a_long_conversation(folder, chat):
     small = write_scripted_model(folder / "small", SCRIPTS, max_positions=64)
-    code, out, errors = chat(small, "hello 1\n" * 9, "--system", "Be kind.", "--temperature", 0)
-    assert (code, out) == (0, "ok 😀!\n" * 9)
+    lines = "".join("h" * length + "1\n" for length in range(20))
+    code, out, errors = chat(small, lines, "--system", "Be kind.", "--temperature", 0)
+    assert (code, out) == (0, "ok 😀!\n" * 20)  # each has room for its answer
     (note,) = errors
     assert note.startswith("note: the conversation is longer than the model's 64 positions: its oldest ")
     code, out, errors = chat(small, "1\n" + "word " * 20 + "1\n")

@@ -177,6 +177,13 @@ def test_a_split_emoji_is_shown_whole():
     assert stream.finish() == INCOMPLETE  # the text ends inside of the character
 
 
+def test_of_two_stop_strings_in_one_token_the_first_to_end_counts():
+    tokenizer = train_tokenizer(["abc"], 300)
+    tokenizer.add_tokens(["abcd"])
+    stream = TextStream(tokenizer, stop=["abcd", "c"])
+    assert (stream.push(tokenizer("abcd")["input_ids"][0]), stream.finish_reason) == ("ab", "stop")
+
+
 def test_end_tokens_end_the_text_and_are_not_shown():
     tokenizer = train_tokenizer(["abc"], 300, ["<|im_end|>", "<|tool|>", "[THINK]", "[/THINK]"])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
