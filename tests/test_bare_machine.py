@@ -19,7 +19,10 @@ COMPUTED_ON_A_GPU = [
     "tests/objectives/test_fused_loss.py",
     "tests/models/test_document_attention.py",
 ]
-ABSENT = "datasets zstandard wandb plotly torchao bitsandbytes hypothesis xdist pytest_timeout PIL pandas"
+ABSENT = (
+    "datasets zstandard wandb plotly torchao bitsandbytes hypothesis xdist pytest_timeout PIL pandas "
+    "lm_eval fastapi uvicorn openai"
+)
 COLLECT = f"""
 import sys
 sys.modules.update(dict.fromkeys({ABSENT.split()!r}))  # None: importing it fails

@@ -14,12 +14,15 @@ from pipeline.errors import ConfigError
 EXTRAS = {
     "PIL": "images",
     "bitsandbytes": "qlora",
+    "fastapi": "serve",
+    "lm_eval": "tasks",
     "sklearn": "images",
     "tensorboard": "tensorboard",
     "torchao": "fp8",
+    "uvicorn": "serve",
 }
 """Module -> extra of pyproject.toml that installs it."""
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+DISTRIBUTIONS = {"lm_eval": "lm-eval", "PIL": "pillow", "sklearn": "scikit-learn"}
 """Module -> name of its package on PyPI, if the two differ."""
 
 DEEPSPEED_VERSION = "0.19.8"

@@ -25,7 +25,8 @@ from pipeline.monitoring.trackers import check_trackers
 HIDING = ROOT / "tests" / "config" / "hidden_packages"
 OPTIONAL = (
     "wandb plotly datasets pyarrow sklearn PIL peft accelerate jinja2 ninja "
-    "tensorboard torchao bitsandbytes pynvml kubernetes_validate"
+    "tensorboard torchao bitsandbytes pynvml kubernetes_validate "
+    "lm_eval evaluate fastapi uvicorn openai"
 )
 
 
