@@ -20,6 +20,7 @@ from pipeline.cli import (
     plan,
     prepare,
     report,
+    serve,
 )
 from pipeline.cli import train as train_command
 from pipeline.cli.import_configs import writing as import_config
@@ -34,6 +35,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "export": export,
     "import": import_config,
     "report": report,

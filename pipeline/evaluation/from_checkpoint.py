@@ -63,6 +63,7 @@ class InferenceEngine:
         self, model: nn.Module, precision: str, device: torch.device, *, casts: bool, autocast: bool
     ):
         self.device = device
+        self.precision = precision
         self.module = model.to(device).eval()
         self._dtype = DTYPES[precision]
         self._is_autocast = autocast and precision != "fp32"
