@@ -21,7 +21,7 @@ COMPUTED_ON_A_GPU = [
 ]
 ABSENT = (
     "datasets zstandard wandb plotly torchao bitsandbytes hypothesis xdist pytest_timeout PIL pandas "
-    "lm_eval fastapi uvicorn openai"
+    "lm_eval starlette uvicorn openai"
 )
 COLLECT = f"""
 import sys

@@ -14,9 +14,9 @@ from pipeline.errors import ConfigError
 EXTRAS = {
     "PIL": "images",
     "bitsandbytes": "qlora",
-    "fastapi": "serve",
     "lm_eval": "tasks",
     "sklearn": "images",
+    "starlette": "serve",
     "tensorboard": "tensorboard",
     "torchao": "fp8",
     "uvicorn": "serve",

@@ -26,7 +26,7 @@ HIDING = ROOT / "tests" / "config" / "hidden_packages"
 OPTIONAL = (
     "wandb plotly datasets pyarrow sklearn PIL peft accelerate jinja2 ninja "
     "tensorboard torchao bitsandbytes pynvml kubernetes_validate "
-    "lm_eval evaluate fastapi uvicorn openai"
+    "lm_eval evaluate starlette uvicorn openai"
 )
 
 
