@@ -61,6 +61,24 @@ def use_hub_or_cache(key: str, name_or_path: str, error: type[PipelineError]) ->
         constants.HF_HUB_OFFLINE = was_offline
 
 
+@contextmanager
+def go_offline_without_hub() -> Iterator[None]:
+    """Run the body with the clients of the hub and of data sets offline if the hub does not answer.
+
+    Otherwise they would retry for a minute before they read their caches.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    if not before[0] and _find_problem(constants.ENDPOINT) is not None:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
 _answers: dict[str, tuple[float, str | None]] = {}
 """Endpoint -> `time.monotonic()` of the last request, and the problem; `None` if the endpoint answered."""
 

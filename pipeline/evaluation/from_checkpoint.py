@@ -72,6 +72,13 @@ class InferenceEngine:
                 p.data = p.data.to(self._dtype)
         self._float_dtype = next(model.parameters()).dtype
 
+    @property
+    def precision_text(self) -> str:
+        """Return the precision of weights and computation, such as `fp32 weights, bf16 autocast`."""
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        weights = names.get(self._float_dtype, str(self._float_dtype))
+        return f"{weights} weights, {names[self._dtype]} autocast" if self._is_autocast else weights
+
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """Return the loss sum of a batch. See Engine.eval_step."""

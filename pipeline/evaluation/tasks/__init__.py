@@ -1,0 +1,1 @@
+"""Tasks of lm-evaluation-harness that need no network; `documents.py` makes their data."""
