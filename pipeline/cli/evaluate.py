@@ -1,8 +1,12 @@
-"""Command `python -m pipeline evaluate SOURCE`: evaluates a checkpoint on held-out data, in one process."""
+"""Command `python -m pipeline evaluate`: evaluates a model on held-out data or on tasks, in one process."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import math
+import time
+from pathlib import Path
 
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.cli.inputs import (
@@ -11,20 +15,39 @@ from pipeline.cli.inputs import (
     add_source_arguments,
     report_file_errors,
 )
+from pipeline.config.optional_packages import require_package
 from pipeline.distributed.ranks import Ranks
-from pipeline.evaluation.sources import open_source
+from pipeline.errors import ConfigError
+from pipeline.evaluation.sources import ModelSource, open_source
 from pipeline.monitoring.logs import log_to_console
 
-HELP = "evaluate a checkpoint on its run's held-out data, or on other data"
+log = logging.getLogger(__name__)
+
+HELP = "evaluate a model on its run's held-out data, on other data, or on lm-evaluation-harness's tasks"
 DESCRIPTION = """\
 Evaluate a checkpoint of any split in a single process, and print the results beside those of the run's own
 evaluation at this step. The process uses the first GPU if there is one; set CUDA_VISIBLE_DEVICES= (empty) to
-use the CPU."""
+use the CPU.
+
+With --tasks, evaluate any language model (SOURCE) on tasks of lm-evaluation-harness instead. Prompts and
+scores are those of `lm_eval --model hf`."""
 EPILOG = """\
 To evaluate on other data, and on all of its samples:
 
   %(prog)s runs/NAME-TIME 'data.eval_sets={mine: {paths: [mine.jsonl]}}' eval.max_samples=null
+
+To see the tasks, and to evaluate on two of them:
+
+  %(prog)s --tasks list
+
+  %(prog)s SOURCE --tasks stdlib_perplexity,addition --output results.json
 """
+LIST = "list"
+TASK_OPTIONS = (
+    *("limit", "num_fewshot", "apply_chat_template", "system", "output", "compare", "allow_unsafe_tasks"),
+)
+"""Options, by their names in Python, that only --tasks takes."""
+SECONDS_BETWEEN_LINES = 10.0  # of progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +55,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = ParagraphHelpFormatter
-    add_source_arguments(parser)
+    add_source_arguments(parser, is_required=False)
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="names of tasks, YAML files or folders of them, separated by commas; `list` shows the tasks "
+        "that need no network, `list:PATTERN` searches all",
+    )
+    tasks.add_argument(
+        "--limit", type=float, metavar="N", help="first documents of each task; below 1 a fraction of them"
+    )
+    tasks.add_argument("--num-fewshot", type=int, metavar="K", help="solved examples before each document")
+    tasks.add_argument(
+        "--apply-chat-template", action="store_true", help="write prompts with the chat template"
+    )
+    tasks.add_argument(
+        "--fewshot-as-multiturn",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="make solved examples turns of their own in the chat template",
+    )
+    tasks.add_argument("--system", metavar="TEXT", help="system instruction before each prompt")
+    tasks.add_argument(
+        "--batch-tokens", type=int, default=8192, metavar="N", help="tokens of a forward (default: 8192)"
+    )
+    tasks.add_argument("--output", type=Path, metavar="FILE.json", help="write results of each document")
+    tasks.add_argument(
+        "--compare", type=Path, metavar="EARLIER.json", help="compare with earlier results of the same tasks"
+    )
+    tasks.add_argument(
+        "--allow-unsafe-tasks",
+        action="store_true",
+        help="allow tasks that run code which the model has written",
+    )
     add_overrides(parser, "recipe keys of data, eval, loader and batch")
 
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluate the checkpoint and print its metrics beside those that the run recorded at this step.
+    """Evaluate the model and print its metrics.
 
     Raises:
-        PipelineError: The checkpoint cannot be found, read or evaluated.
+        PipelineError: The model or a task cannot be found, read or evaluated.
     """
     log_to_console(Ranks(0, 0, 1, 1))
+    tasks: str | None = arguments.tasks
+    if tasks is None:
+        for option in TASK_OPTIONS:
+            if getattr(arguments, option) not in (None, False):
+                raise ConfigError(
+                    f"--{option.replace('_', '-')} is for tasks; name them: --tasks list shows some"
+                )
+    elif tasks.partition(":")[0] == LIST:
+        require_package("lm_eval", "--tasks")
+        _print_tasks(tasks.partition(":")[2])
+        return
+    if arguments.source is None:
+        raise ConfigError(
+            "SOURCE is missing: give a run directory, an exported folder (transformers or peft) or a hub name"
+        )
     source = open_source(
         arguments.source,
         arguments.step,
@@ -51,6 +122,15 @@ def run(arguments: argparse.Namespace) -> None:
         base=arguments.base,
         import_paths=not arguments.no_import_paths,
     )
+    if tasks is None:
+        _evaluate_held_out(source)
+    else:
+        require_package("lm_eval", "--tasks")
+        _evaluate_tasks(source, tasks, arguments)
+
+
+def _evaluate_held_out(source: ModelSource) -> None:
+    """Evaluate on held-out data, and print the metrics beside those that the run recorded at this step."""
     from pipeline.cli.screen import Screen
     from pipeline.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
     from pipeline.training.api import evaluate_source
@@ -66,3 +146,108 @@ def run(arguments: argparse.Namespace) -> None:
     for name, value in metrics.items():
         cells.append([name, f"{value:.6f}", f"{recorded[name]:.6f}" if name in recorded else ""])
     Screen(no_color=True).table([checkpoint.name, "now", "in the run"], cells)
+
+
+def _print_tasks(pattern: str) -> None:
+    """Print the shipped tasks and the number of lm-eval's, or all names that match a pattern."""
+    from pipeline.cli.screen import Screen
+    from pipeline.evaluation.harness import LM_EVAL_TASKS, list_tasks
+
+    screen = Screen(no_color=True)
+    if pattern:
+        rows = list_tasks(f"*{pattern.strip('*')}*")
+        screen.table(["task", "kind"], rows, text_columns=["kind"])
+        return
+    screen.table(["task without network", "what it asks for"], list_tasks(None), ["what it asks for"])
+    num_files = sum(1 for _ in LM_EVAL_TASKS.rglob("*.yaml"))  # to read them takes ten seconds
+    screen.line(f"and lm-eval's own, in {num_files:,} files; to search all names: --tasks list:arc")
+
+
+def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespace) -> None:
+    """Evaluate on tasks, print the metrics, and compare them with earlier ones."""
+    from pipeline.cli.screen import Screen
+    from pipeline.distributed.process_group import start_job
+    from pipeline.evaluation.comparison import compare_results
+    from pipeline.evaluation.harness import HarnessModel, load_tasks, run_tasks
+    from pipeline.evaluation.task_results import read_task_results
+
+    if arguments.limit is not None and not 0 < arguments.limit < math.inf:
+        raise ConfigError(f"--limit {arguments.limit:g}: expected a number above 0")
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        raise ConfigError(f"--num-fewshot {arguments.num_fewshot}: expected 0 or more")
+    if arguments.batch_tokens < 1:
+        raise ConfigError(f"--batch-tokens {arguments.batch_tokens}: expected 1 or more")
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise ConfigError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--tasks: it names no task; --tasks list shows some")
+    earlier = read_task_results(arguments.compare) if arguments.compare is not None else None
+    loaded = load_tasks(
+        names,
+        arguments.limit,
+        arguments.num_fewshot,
+        import_paths=not arguments.no_import_paths,
+        allow_unsafe=arguments.allow_unsafe_tasks,
+    )
+    job = start_job(Ranks(0, 0, 1, 1), distributed=False)
+    opened = source.load(job)
+    precision = opened.engine.precision_text
+    log.info("evaluating %s on %s in %s", opened.name, job.device.type, precision)
+    last_line = time.monotonic()
+
+    def log_progress(done: int, total: int) -> None:
+        nonlocal last_line
+        if time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
+            last_line = time.monotonic()
+            log.info("%s of %s answers", f"{done:,}", f"{total:,}")
+
+    model = HarnessModel(
+        opened.engine,
+        opened.call,
+        job,
+        opened.tokenizer,
+        tokens_per_batch=arguments.batch_tokens,
+        on_progress=log_progress,
+    )
+    results = run_tasks(
+        loaded,
+        model,
+        apply_chat_template=arguments.apply_chat_template,
+        fewshot_as_multiturn=arguments.fewshot_as_multiturn,
+        system=arguments.system,
+        settings={"model": str(arguments.source), "step": arguments.step, "precision": precision},
+    )
+    if arguments.output is not None:
+        results.write(arguments.output)
+    screen = Screen(no_color=True)
+    rows = []
+    for task, result in results.tasks.items():
+        for name, metric in result.metrics.items():
+            error = "" if metric.stderr is None else f"± {_format(metric.stderr)}"
+            rows.append([task, name, _format(metric.value), error, f"{result.num_documents:,}"])
+    screen.table(["task", "metric", "value", "", "n"], rows, ["metric"])
+    if earlier is None:
+        return
+    rows = []
+    for each in compare_results(earlier, results):
+        interval = f"{_format(each.low, '+')} to {_format(each.high, '+')}"
+        values = [_format(each.earlier), _format(each.later), _format(each.difference, "+")]
+        rows.append(
+            [
+                each.task,
+                each.metric,
+                *values,
+                interval,
+                f"{each.p:.4f}",
+                str(each.num_documents),
+                str(each.num_unpaired),
+            ]
+        )
+    columns = ["earlier", "now", "difference", "95 % interval", "p", "n", "only in one"]
+    screen.line()
+    screen.table(["task", "metric", *columns], rows, ["metric"])
+
+
+def _format(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.4f}" if abs(value) < 1e5 else f"{value:{sign}.3e}"
