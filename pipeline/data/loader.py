@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from pipeline.data.batches import (
@@ -508,10 +509,12 @@ class EvalLoader:
             process.
         pin_memory: Whether to copy batches to page-locked memory.
         vocab_size: Number of token ids that the model has; `None` for no check.
+        token_bytes: See the attribute.
 
     Attributes:
         names: Names of all data sets, in the order of evaluation.
         names_in_mean: Names of the data sets whose mean is `eval/loss`.
+        token_bytes: Bytes of text of each token id; `None` if they are not known.
 
     Raises:
         DataError: A data set is empty.
@@ -530,8 +533,10 @@ class EvalLoader:
         num_workers: int,
         pin_memory: bool,
         vocab_size: int | None = None,
+        token_bytes: NDArray[np.int64] | None = None,
     ) -> None:
         assert datasets
+        self.token_bytes = token_bytes
         self.names = tuple(datasets)
         self.names_in_mean = tuple(names_in_mean) or self.names
         lengths = {name: _check_length(name, dataset) for name, dataset in datasets.items()}

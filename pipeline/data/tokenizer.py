@@ -10,6 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.config.hub import use_hub_or_cache
 from pipeline.errors import DataError, summarize_error
 from pipeline.files import find_unsafe_files, is_path
@@ -24,6 +27,8 @@ WORD_END_PATTERN = re.compile(r"\w(?=\W)")
 END_OF_DOCUMENT = "<|endoftext|>"
 # A tokenizer.json alone does not say which of its special tokens ends a document.
 KNOWN_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+SENTENCEPIECE_SPACE = "\u2581"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def cut_text(core: Any, text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
@@ -168,6 +173,34 @@ def _make_tokenizer(**arguments: Any) -> PreTrainedTokenizerFast:
 def get_token_id_bound(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the largest token id plus 1, which is more than `len(tokenizer)` if the ids have gaps."""
     return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def count_token_bytes(tokenizer: PreTrainedTokenizerFast) -> NDArray[np.int64] | None:
+    """Return the number of bytes of text that each token id stands for, (get_token_id_bound,).
+
+    In a byte-level vocabulary a token has one character for each byte. In SentencePiece's, U+2581 is a space
+    and `<0xAB>` is a byte. A special token stands for no text.
+
+    Returns:
+        The numbers; `None` for a vocabulary of another kind.
+    """
+    core = tokenizer.backend_tokenizer
+    decoder = repr(core.decoder)
+    is_byte_level = "ByteLevel(" in decoder
+    if not is_byte_level and SENTENCEPIECE_SPACE not in decoder:
+        return None
+    counts = np.zeros(get_token_id_bound(tokenizer), np.int64)
+    for token, index in tokenizer.get_vocab().items():
+        if is_byte_level:
+            counts[index] = len(token)
+        elif BYTE_TOKEN.fullmatch(token):
+            counts[index] = 1
+        else:
+            counts[index] = len(token.replace(SENTENCEPIECE_SPACE, " ").encode())
+    for index, added in core.get_added_tokens_decoder().items():
+        counts[index] = 0 if added.special else len(added.content.encode())
+    counts[tokenizer.all_special_ids] = 0
+    return counts
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerFast) -> str:

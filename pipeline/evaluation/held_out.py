@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.schema import EvalConfig, RunConfig
+from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.bundle import DataBundle
 from pipeline.data.loader import EvalLoader
+from pipeline.data.tokenizer import count_token_bytes
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
@@ -41,7 +46,12 @@ def build_eval_loader(
         num_workers=config.loader.num_workers,
         pin_memory=engine.device.type == "cuda",
         vocab_size=get_vocabulary_size(engine.module) if config.model.language_model is not None else None,
+        token_bytes=count_token_bytes(data.tokenizer) if data.tokenizer is not None else None,
     )
+
+
+TEXT_KEYS = ("text_targets", "text_bytes")
+"""Names of two sums that the host counts: targets, and bytes of their text."""
 
 
 @tag_errors(Phase.EVALUATION)
@@ -51,9 +61,10 @@ def evaluate(
     """Return the means over the held-out data, equal for any number of ranks. Collective.
 
     `eval/loss` is the exact mean over all sets of `loader.names_in_mean` together, and so are the objective's
-    further means, such as `eval/accuracy`. If losses are counted per token, `eval/perplexity` is added. With
-    several sets, the same means of each set are added as `eval/<set>/...`. If no target counts, the loss is
-    NaN, and `targets` with the value 0 is added.
+    further means, such as `eval/accuracy`. If losses are counted per token, `eval/perplexity` is added, and
+    `eval/bits_per_byte` if the bytes of the tokens are known. With several sets, the same means of each set
+    are added as `eval/<set>/...`, without the perplexity. If no target counts, the loss is NaN, and `targets`
+    with the value 0 is added.
 
     Every rank runs the same number of batches.
 
@@ -75,6 +86,8 @@ def evaluate(
         objective.set_first_pass_mean(first_row["eval/loss"])
     keys = ("loss", "count", *list_extra_sums(objective.means))
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
+    token_bytes = loader.token_bytes if objective.unit == "tokens" else None
+    text = {name: np.zeros(len(TEXT_KEYS)) for name in loader.names}
     zero = torch.zeros((), device=engine.device)
     flag_reader = FlagReader(engine.device)
     for name, batch, is_real in loader:
@@ -90,7 +103,12 @@ def evaluate(
             continue
         values = {"loss": loss.loss_sum, "count": loss.count, **loss.extras}
         sums[name] += torch.stack([values.get(key, zero).to(engine.device, torch.float64) for key in keys])
-    global_sums = job.all_reduce_sum(torch.stack(list(sums.values())))  # (sets, keys)
+        if token_bytes is not None:
+            text[name] += _count_text(batch, token_bytes)
+    keys += TEXT_KEYS
+    host_sums = torch.from_numpy(np.stack(list(text.values()))).to(engine.device)
+    local_sums = torch.cat([torch.stack(list(sums.values())), host_sums], dim=1)
+    global_sums = job.all_reduce_sum(local_sums)  # (sets, keys)
     sums_by_name = dict(zip(loader.names, global_sums, strict=True))
     total = torch.stack([sums_by_name[name] for name in loader.names_in_mean]).sum(dim=0)
     row = _compute_means("eval/", dict(zip(keys, total, strict=True)), objective)
@@ -102,17 +120,28 @@ def evaluate(
     return row
 
 
+def _count_text(batch: Mapping[str, Any], token_bytes: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the numbers of TEXT_KEYS of a batch in host memory.
+
+    Ranks that share a sample may each count it, because only the ratio of the two numbers is used.
+    """
+    labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
+    values = labels.numpy()  # torch would start all its threads for a few kB
+    targets = values[values != IGNORE_INDEX]
+    return targets.size, int(token_bytes[targets].sum())
+
+
 def get_best_metric(
     config: EvalConfig, row: Mapping[str, float], objective: Objective
 ) -> dict[str, float | str]:
     """Return the name, value and mode of the metric that chooses the best checkpoint.
 
     A checkpoint stores them. The value is NaN if the objective has this metric and no target counted
-    for it.
+    for it, or if the metric is the loss and only tasks were evaluated.
 
     Args:
         config: Section `eval` of the recipe.
-        row: Result of `evaluate`.
+        row: Results of the evaluation.
         objective: Objective of the run.
 
     Raises:
@@ -122,7 +151,8 @@ def get_best_metric(
     value = row.get(f"eval/{metric}")
     if value is None:
         metric_without_set = metric.rpartition("/")[2]
-        if metric not in objective.means and metric_without_set not in objective.means:
+        is_known = metric in objective.means or metric_without_set in objective.means
+        if not is_known and metric != "loss":
             known = ", ".join(name.removeprefix("eval/") for name in row)
             raise ConfigError(
                 f"eval.best_metric: {metric!r} is no metric of this run's evaluation; it has {known}"
@@ -135,6 +165,9 @@ def _compute_means(prefix: str, sums: dict[str, torch.Tensor], objective: Object
     """Return loss and further means with this prefix, from sums over all ranks."""
     extra_means = compute_extra_means(sums, objective.means)
     means = {"loss": compute_evaluation_loss(sums, objective.means, objective.eval_weights), **extra_means}
+    targets, num_bytes = (float(sums[key]) for key in TEXT_KEYS)
+    if num_bytes:
+        means["bits_per_byte"] = means["loss"] / math.log(2) * targets / num_bytes
     if not sums["count"]:  # NaN, because a loss of 0 would be the best of all evaluations
         means |= {"loss": math.nan, "targets": 0.0}
     return {f"{prefix}{name}": mean for name, mean in means.items()}

@@ -29,8 +29,8 @@ from pipeline.objectives.model_call import (
 METRIC_NAME = re.compile(r"[A-Za-z][\w.@-]*")
 """Pattern of the names that a user's metrics may have."""
 BUILT_IN_METRICS = {
-    "epoch", "grad_norm", "learning_rate", "loss", "loss_scale", "perplexity", "samples_seen",
-    "skipped_in_a_row", "skipped_steps", "targets", "tokens_seen",
+    "bits_per_byte", "epoch", "grad_norm", "learning_rate", "loss", "loss_scale", "perplexity",
+    "samples_seen", "skipped_in_a_row", "skipped_steps", "targets", "tokens_seen",
 }  # fmt: skip
 """Names of built-in columns `train/...` and `eval/...`, which a user's metrics may not have."""
 

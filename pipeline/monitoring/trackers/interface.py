@@ -36,6 +36,7 @@ TRACKER_METHODS = ("write", "tell", "close")
 BEST_BY_SUFFIX: dict[str, Literal["min", "max"]] = {
     "loss": "min",
     "perplexity": "min",
+    "bits_per_byte": "min",
     "accuracy": "max",
     "per_second": "max",
     "mfu": "max",
@@ -78,10 +79,10 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class SupportsShow(Protocol):
-    """A tracker that also shows checkpoints and histograms, which metrics.jsonl omits."""
+    """A tracker that also shows checkpoints, histograms and tables, which metrics.jsonl omits."""
 
     def show(self, what: Showable) -> None:
-        """Show the object. Histograms arrive after the row of their step."""
+        """Show the object. Histograms and tables arrive after the row of their step."""
 
 
 def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
@@ -390,7 +391,7 @@ class Trackers:
             tracker.tell(step, event)
 
     def show(self, what: Showable) -> None:
-        """Pass checkpoints or histograms to the trackers that show them. May be called on any thread."""
+        """Pass an object to the trackers that show such objects. May be called on any thread."""
         for tracker in self._trackers:
             if isinstance(tracker, SupportsShow):
                 tracker.show(what)
