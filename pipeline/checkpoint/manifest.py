@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, combinations
@@ -346,6 +346,11 @@ class TableRecord(StrictRecord):
 def make_table_record(content: bytes) -> TableRecord:
     """Return the record of an encoded table."""
     return TableRecord(bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
+
+
+def has_evaluation(state: Mapping[str, Any]) -> bool:
+    """Return whether the state stored in a checkpoint includes an evaluation of its weights."""
+    return state.get("eval_loss") is not None or state.get("best_by") is not None
 
 
 @dataclass(frozen=True)

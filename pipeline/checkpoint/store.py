@@ -47,6 +47,7 @@ from pipeline.checkpoint.manifest import (
     FileRecord,
     Manifest,
     ShardTable,
+    has_evaluation,
     make_table_record,
 )
 from pipeline.checkpoint.peers import Peers, SpaceReport, find_first_problem, find_memory_shortage, find_peers
@@ -622,7 +623,7 @@ class CheckpointStore:
         self._failure: BaseException | None = None
         # A queue, because the thread adds outcomes while `poll` takes them.
         self._finished: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
-        self._saved: dict[int, bool] = {}  # step -> whether the checkpoint has an evaluation loss
+        self._saved: dict[int, bool] = {}  # step -> whether the checkpoint has an evaluation
         self._is_closed = False
         self.is_under_way = False
         """Whether a save has started whose end `poll` has not seen yet."""
@@ -675,11 +676,12 @@ class CheckpointStore:
         only started, and the next step waits for it. If memory is short or `wait` is set, training pauses
         until everything is on the disk. A second save waits for the first.
 
-        A step that is saved already is saved again only if it had no evaluation loss and `state` has one.
+        A step that is saved already is saved again only if it had no evaluation and `state` has one.
 
         Args:
             engine: Engine to save.
-            state: JSON values with `global_step`, and with `eval_loss` after an evaluation of this step.
+            state: JSON values with `global_step`, and after an evaluation of this step with its results; see
+                has_evaluation.
             wait: Whether to return only once the checkpoint is on the disk.
 
         Returns:
@@ -690,8 +692,8 @@ class CheckpointStore:
         self.wait()
         self.is_under_way = True
         step = int(state["global_step"])
-        adds_eval_loss = state.get("eval_loss") is not None and not self._saved.get(step, False)
-        if step in self._saved and not adds_eval_loss:
+        adds_evaluation = has_evaluation(state) and not self._saved.get(step, False)
+        if step in self._saved and not adds_evaluation:
             return SaveOutcome(step, None, time.perf_counter() - started, 0.0)
         fields = {"split": self._split, "state": json.loads(json.dumps(state)), "scalars": engine.scalars()}
         save = CheckpointSave(
@@ -785,7 +787,7 @@ class CheckpointStore:
     def _record_outcome(self, save: CheckpointSave, outcome: SaveOutcome) -> SaveOutcome:
         """Notify the listener of a checkpoint, or log a failure. Return the outcome with the logged line."""
         if outcome.problem is None:
-            self._saved[outcome.step] = save.fields["state"].get("eval_loss") is not None
+            self._saved[outcome.step] = has_evaluation(save.fields["state"])
             self._notify_listener()
             return outcome
         line = f"step {outcome.step} is not saved: {outcome.problem}; earlier checkpoints are intact"
@@ -825,7 +827,7 @@ class CheckpointStore:
         began = time.perf_counter()
         with CheckpointReader(manifest) as reader:
             engine.restore(reader)
-        self._saved[manifest.global_step] = manifest.state.get("eval_loss") is not None
+        self._saved[manifest.global_step] = has_evaluation(manifest.state)
         seconds = time.perf_counter() - began
         level = logging.INFO if manifest.num_bytes > LOGGED_BYTES else logging.DEBUG
         log.log(level, "%s: %.0f MB read in %.1f s", manifest.folder.name, manifest.num_bytes / 1e6, seconds)

@@ -51,6 +51,7 @@ def find_contradictions(config: RunConfig) -> Iterator[Contradiction]:
             "the last step; set eval.every",
         )
     yield from find_interval_contradictions(config, None)
+    yield from _check_tasks(config)
     if config.model.language_model is not None:
         yield from _check_language_model(config.model.language_model)
     if config.data.documents is not None:
@@ -58,6 +59,34 @@ def find_contradictions(config: RunConfig) -> Iterator[Contradiction]:
     yield from _check_objective(config)
     yield from _check_optimizer(config.optimizer)
     yield from _check_schedule(config.schedule)
+
+
+def _check_tasks(config: RunConfig) -> Iterator[Contradiction]:
+    section = config.eval
+    if not section.tasks:
+        for name in ("tasks_every", "tasks_limit", "tasks_chat_template"):
+            if _is_set(section, name):
+                message = (
+                    f"eval.{name} is read only with eval.tasks, which is empty; remove {name}, or name tasks"
+                )
+                yield (f"eval.{name}", "eval.tasks"), message
+    elif config.model.language_model is None or config.objective.kind == "reward":
+        model = "a reward model" if config.objective.kind == "reward" else f"model.kind: {config.model.kind}"
+        yield (
+            ("eval.tasks", "model.kind", "objective.kind"),
+            f"eval.tasks: {model} gives no probabilities of text, which tasks need; remove eval.tasks",
+        )
+    if section.is_best_of_task and not section.tasks:
+        yield (
+            ("eval.best_metric", "eval.tasks"),
+            f"eval.best_metric: {section.best_metric} is of a task, and eval.tasks is empty; name it there",
+        )
+    if section.is_best_of_task and section.tasks_every > 1:
+        yield (
+            ("eval.tasks_every", "eval.best_metric"),
+            f"eval.best_metric: {section.best_metric} is missing in most evaluations, since eval.tasks_every "
+            f"is {section.tasks_every}; set it to 1",
+        )
 
 
 def _is_set(section: BaseModel, name: str) -> bool:

@@ -164,7 +164,7 @@ RUN_NAME = r"^[\w.-]+$"
 """Pattern of a run's name."""
 MAX_MICRO_BATCH_SIZE = MAX_ACCUMULATION_STEPS = 2**24
 MAX_GLOBAL_BATCH_SIZE = 2**40
-BEST_MODES = {"loss": "min", "perplexity": "min", "accuracy": "max"}
+BEST_MODES = {"loss": "min", "perplexity": "min", "bits_per_byte": "min", "accuracy": "max"}
 """Last part of a metric's name -> whether its lowest or highest value is the best."""
 
 
@@ -334,10 +334,27 @@ class EvalConfig(RecipeSection):
     """Largest number of samples to evaluate, from the first on. Default: all."""
     best_metric: str = Field("loss", min_length=1)
     """Metric that decides which evaluation is the best, by its name without `eval/`: `loss`, `perplexity`,
-    `accuracy`, `NAME/loss` of one evaluation set, or a metric of your own objective."""
+    `bits_per_byte`, `accuracy`, `NAME/loss` of one evaluation set, `tasks/NAME/METRIC` of a task, or a metric
+    of your own objective."""
     best_mode: Literal["min", "max"] | None = None
-    """Whether the lowest or the highest `best_metric` is the best. Default: `min` for a loss or a
-    perplexity, `max` for an accuracy. Other metrics need this key."""
+    """Whether the lowest or the highest `best_metric` is the best. Default: `min` for a loss, a
+    perplexity or `bits_per_byte`, `max` for an accuracy. Other metrics need this key."""
+
+    tasks: list[str] = Field([])
+    """Tasks of lm-evaluation-harness on which each evaluation measures the model as well: names, or paths of
+    YAML files (docs/how-to.md). Their metrics are rows `eval/tasks/NAME/METRIC`. Needs the `tasks` extra."""
+    tasks_every: int = Field(1, gt=0)
+    """Evaluations between two that include `tasks`; those before the first and after the last step always
+    do."""
+    tasks_limit: int | None = Field(None, gt=0)
+    """Largest number of documents of a task, from the first on. Default: all."""
+    tasks_chat_template: bool = False
+    """Whether prompts of tasks are questions in the tokenizer's chat template."""
+
+    @property
+    def is_best_of_task(self) -> bool:
+        """Return whether `best_metric` is a metric of a task: tasks/NAME/METRIC."""
+        return self.best_metric.startswith("tasks/") and self.best_metric.count("/") > 1
 
     @property
     def best_is_lowest(self) -> bool:

@@ -36,6 +36,8 @@ def check_requirements(combination: Combination) -> None:
     Raises:
         ConfigError: A package is not installed, or the GPU cannot multiply in fp8.
     """
+    if combination.config.eval.tasks:
+        require_package("lm_eval", "eval.tasks", "remove eval.tasks")
     if combination.quantizes_base:
         require_package("bitsandbytes", "adapter.quantize: nf4", "remove adapter.quantize")
     if combination.multiplies_in_fp8:
@@ -111,6 +113,8 @@ class Settings:
     """Overrides of the command line, as they were given."""
     is_default: bool = False
     """Whether the recipe is the default one, which is used if no recipe is given."""
+    import_paths: bool = True
+    """Whether files that the recipe names may name code to run."""
 
     def with_arguments(self, words: Sequence[str]) -> Settings:
         """Return the settings of the same command with further arguments. The files are read again.
@@ -130,7 +134,8 @@ class Settings:
             path = Path(added[position + 1])
             del added[position : position + 2]
         words = [*self.overrides, *added]
-        return load_settings(None if self.is_default else self.recipe_path, path, words)
+        recipe = None if self.is_default else self.recipe_path
+        return load_settings(recipe, path, words, import_paths=self.import_paths)
 
     @property
     def deepspeed_path(self) -> Path | None:
@@ -294,7 +299,7 @@ def load_settings(
     config = _fill_by_objective(_fill_tokenizer(validate_recipe(file)))
     if not import_paths:
         refuse_code(config, file)
-    settings = Settings(config, recipe, deepspeed_file, tuple(overrides), is_default)
+    settings = Settings(config, recipe, deepspeed_file, tuple(overrides), is_default, import_paths)
     if settings.deepspeed is not None and "engine" in config.model_fields_set:
         locations = [file.location_of(f"engine.{key}") for key in config.engine.model_fields_set]
         locations.append(file.location_of("engine"))

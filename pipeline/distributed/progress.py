@@ -20,7 +20,7 @@ LIMIT_IN_MEDIAN_STEPS = 10
 """Time that a step may take, as a multiple of the median time of recent steps."""
 MIN_LIMIT_SECONDS = 60.0
 """Lowest limit for a step. A step that waits for a file system may take this long."""
-UNTIMED_ACTIVITIES = ("starting", "resuming", "saving", "generation", "ending")
+UNTIMED_ACTIVITIES = ("starting", "resuming", "saving", "generation", "tasks", "ending")
 """Activities that may take as long as a collective, since step times do not predict them."""
 
 

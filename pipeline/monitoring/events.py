@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -106,5 +106,22 @@ class Histograms:
     skipped."""
 
 
-Showable: TypeAlias = "SavedCheckpoints | Histograms"
+@dataclass(frozen=True)
+class TaskTable:
+    """Documents of the evaluation tasks, with the model's answers after a step. Secrets are removed."""
+
+    step: int
+    rows: Sequence[tuple[str, int, str, str, str, float]]
+    """Task, index of the document, prompt, expected answer, answer, and score of the answer."""
+
+    def __post_init__(self) -> None:
+        rows = [
+            (task, document, *map(redact_text, texts), score) for task, document, *texts, score in self.rows
+        ]
+        object.__setattr__(self, "rows", rows)
+
+
+TASKS_FOLDER = "tasks"
+"""Folder of a run directory with the results of evaluation tasks, a JSON file for each evaluation."""
+Showable: TypeAlias = "SavedCheckpoints | Histograms | TaskTable"
 """Objects passed to `show` of a tracker: neither rows nor events, and not in metrics.jsonl."""

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -74,6 +74,9 @@ from pipeline.training.expectation import forecast_on_this_machine
 from pipeline.training.loop import GcFreezer, RunComponents, Step, TrainLoop
 from pipeline.training.run_directory import agree_on_run_directory, write_split
 
+if TYPE_CHECKING:  # lm-eval is imported only for runs with tasks
+    from pipeline.evaluation.harness import LoadedTasks
+
 log = logging.getLogger(__name__)
 
 
@@ -87,6 +90,8 @@ class JobContext:
     """Data of the run."""
     directory: Path | None = None
     """Directory of the run; `None` before it is chosen."""
+    tasks: LoadedTasks | None = None
+    """Tasks of `eval.tasks`; `None` without any."""
     created_folders: tuple[Path, ...] = ()
     """Folders that this process created for the run, innermost first."""
     has_trained: bool = False
@@ -124,6 +129,11 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
         check_trackers(settings.config)  # before data preparation, which can take hours
         import_callbacks(settings.config)
     check_pretrained(settings.config)
+    tasks = None
+    if settings.config.eval.tasks:
+        from pipeline.evaluation.training_tasks import load_training_tasks  # imports lm-eval
+
+        tasks = load_training_tasks(settings)
     # Prepare data before the process group exists: it may take longer than the group's timeout. The rank
     # that gets the file lock prepares; the others wait for the lock, not in a collective.
     data = prepare_data(settings.config.data)
@@ -136,7 +146,7 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
     )
     if ranks.world_size > 1:
         job.start_watchdog(section)
-    return JobContext(job, data)
+    return JobContext(job, data, tasks=tasks)
 
 
 @contextmanager
@@ -214,7 +224,7 @@ class Run:
             killed_event = self._open_directory(joined, split, stack)
             gc_freezer = stack.enter_context(GcFreezer())
             stack.enter_context(snapshot_if_profiling(config, self._job, self._directory))
-            self._parts = assemble(config, resolved, self._job, self._data, self._directory)
+            self._parts = assemble(config, resolved, self._job, self._data, self._directory, joined.tasks)
             self._advice.count_states = partial(count_tensor_bytes, self._parts.engine)
             if resolved.batch_plan.is_provisional:
                 resolved = self._record_micro_batch(split)
@@ -329,15 +339,15 @@ class Run:
             self._loop.train()
 
     def evaluate(self) -> dict[str, float] | None:
-        """Evaluate the current weights on the held-out data and log the row, unless this was already done.
+        """Evaluate the current weights on held-out data and tasks and log the row, unless this was done.
 
         Returns:
             The row (`eval/loss` ...); `None` if all ranks agreed to stop before the evaluation ended.
 
         Raises:
-            DataError: No data is held out.
+            DataError: No data is held out, and the run has no tasks.
         """
-        if self._parts.eval_loader is None:
+        if self._parts.eval_loader is None and self._parts.tasks is None:
             raise DataError(
                 "data: nothing is held out to evaluate on; data.eval_fraction=0.1 holds out a tenth of the "
                 "documents"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch import nn
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.initial_weights import open_checkpoint
-from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.manifest import Manifest, has_evaluation
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.interval import resolve_intervals
@@ -66,6 +66,9 @@ from pipeline.training.reference_logps import ReferenceRows, add_zero_reference,
 from pipeline.training.replica_check import ReplicaCheck
 from pipeline.training.run_directory import ENVIRONMENT
 from pipeline.training.safeguard import Safeguard
+
+if TYPE_CHECKING:  # lm-eval is imported only for runs with tasks
+    from pipeline.evaluation.harness import LoadedTasks
 
 
 def build_meters(
@@ -327,7 +330,12 @@ class RestoredRun:
 
 
 def assemble(
-    config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, directory: Path
+    config: RunConfig,
+    resolved: ResolvedSettings,
+    job: Job,
+    data: DataBundle,
+    directory: Path,
+    tasks: LoadedTasks | None = None,
 ) -> RunComponents:
     """Build every component of a run, and restore the newest checkpoint if there is one. Collective.
 
@@ -337,6 +345,7 @@ def assemble(
         job: Ranks of the job.
         data: Data of the run.
         directory: Run directory.
+        tasks: Tasks of `eval.tasks`; `None` without any.
 
     Raises:
         PipelineError: A component cannot be built as the recipe says, or the checkpoint cannot be restored.
@@ -350,7 +359,7 @@ def assemble(
     checkpoint_state = restored.checkpoint_state
     eval_loader = build_eval_loader(config, resolved.batch_plan, data, engine)
     # A checkpoint may be saved before the evaluation of its own step, which the resumed run then does first.
-    lacks_evaluation = checkpoint_state.get("eval_loss") is None
+    lacks_evaluation = not has_evaluation(checkpoint_state)
     owes_evaluation = lacks_evaluation and restored.schedule.eval.is_due_or_first(start.global_step)
     max_steps = restored.schedule.max_steps
     meters = build_meters(
@@ -389,6 +398,20 @@ def assemble(
     # On a GPU a row is read one step later, so that no step waits; a rollback needs the row immediately.
     rows_behind = int(engine.device.type == "cuda" and not safeguard.rolls_back)
     histograms_every = config.wandb.histograms_every
+    training_tasks = None
+    if tasks is not None:
+        from pipeline.evaluation.training_tasks import TrainingTasks
+
+        training_tasks = TrainingTasks(
+            tasks,
+            config,
+            resolved.batch_plan,
+            job=job,
+            engine=engine,
+            tokenizer=data.tokenizer,
+            directory=directory,
+            show=trackers.show,
+        )
     peak_learning_rate = config.optimizer.learning_rate or suggest_learning_rate(engine.module)
     return RunComponents(
         job=job,
@@ -413,8 +436,9 @@ def assemble(
         replica_check=replica_check if replica_check.is_on else None,
         histograms=HistogramMeter(engine, job, histograms_every) if histograms_every else None,
         callbacks=build_callbacks(
-            config, job, trackers.tell, checkpoint_state, has_eval=eval_loader is not None
+            config, job, trackers.tell, checkpoint_state, has_held_out=eval_loader is not None
         ),
+        tasks=training_tasks,
         report_sample=build_text_sampler(engine, data, config, trackers.tell),
     )
 
@@ -553,6 +577,7 @@ def build_run_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: D
         samples_per_epoch=loader.samples_per_epoch,
         log=Cadence(intervals.log, max_steps),
         eval=Cadence(intervals.eval, max_steps),
+        tasks=Cadence(intervals.eval * config.eval.tasks_every, max_steps),
         save=Cadence(intervals.save, max_steps),
         save_minutes=config.checkpoint.every_minutes,
         grace_seconds=config.checkpoint.grace_seconds,

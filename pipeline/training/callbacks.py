@@ -164,7 +164,7 @@ class CallbackRunner:
         config: Recipe of the run.
         job: Ranks of the job.
         tell: Receives the step and an alert.
-        has_eval: Whether data is held out; otherwise requests to evaluate are ignored.
+        has_eval: Whether there is anything to evaluate on; otherwise requests to evaluate are ignored.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ def build_callbacks(
     tell: Callable[[int, Event], None],
     checkpoint_state: Mapping[str, Any],
     *,
-    has_eval: bool,
+    has_held_out: bool,
 ) -> CallbackRunner | None:
     """Build the callbacks of a run; return `None` if the recipe has none.
 
@@ -370,7 +370,7 @@ def build_callbacks(
         job: Ranks of the job.
         tell: Receives the step and an alert.
         checkpoint_state: State of the checkpoint that the run resumes from; empty for a new run.
-        has_eval: Whether data is held out to evaluate on.
+        has_held_out: Whether data is held out to evaluate on.
 
     Raises:
         ConfigError: See import_callbacks; or the recipe has early stopping and no data is held out.
@@ -378,14 +378,14 @@ def build_callbacks(
     """
     if config.early_stopping is None and not config.callbacks:
         return None
-    if config.early_stopping is not None and not has_eval:
+    if config.early_stopping is not None and not (has_held_out or config.eval.is_best_of_task):
         raise ConfigError("early_stopping: nothing is held out to evaluate on; set data.eval_fraction=0.1")
     callbacks: list[tuple[str, Callback]] = []
     if job.ranks.is_main_process:
         for name, construct in import_callbacks(config):
             with _name_failures(f"{name}.__init__"):
                 callbacks.append((name, construct()))
-    runner = CallbackRunner(callbacks, config, job, tell, has_eval)
+    runner = CallbackRunner(callbacks, config, job, tell, has_held_out or bool(config.eval.tasks))
     if checkpoint_state:
         runner.load_state_dict(checkpoint_state.get("callbacks", {}))
     return runner

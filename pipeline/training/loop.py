@@ -15,7 +15,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ from pipeline.training.expectation import Expectation
 from pipeline.training.replica_check import ReplicaCheck
 from pipeline.training.safeguard import Recovery, Safeguard
 from pipeline.training.step import TrainStep
+
+if TYPE_CHECKING:  # lm-eval is imported only for runs with tasks
+    from pipeline.evaluation.training_tasks import TrainingTasks
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +153,8 @@ class RunSchedule:
     """Schedule of log rows; the first step has a row, too."""
     eval: Cadence
     """Schedule of evaluations."""
+    tasks: Cadence
+    """Schedule of evaluations that include tasks."""
     save: Cadence
     """Schedule of checkpoints."""
     save_minutes: float
@@ -208,6 +213,8 @@ class RunComponents:
     histograms: HistogramMeter | None = None
     """Histograms of weights and gradients."""
     callbacks: CallbackRunner | None = None
+    tasks: TrainingTasks | None = None
+    """Evaluation tasks of lm-evaluation-harness."""
     report_sample: Callable[[int], None] | None = None
     """Function that generates and reports a sample after the evaluation of a step. Collective."""
 
@@ -219,7 +226,7 @@ class Step:
     global_step: int
     """Number of optimizer steps completed, this one included."""
     evaluation: dict[str, float] | None
-    """Evaluation of the weights after the step; `None` if none was due or no data is held out."""
+    """Evaluation of the weights after the step; `None` if none was due or there is nothing to evaluate on."""
     deferred_row: DeferredRow | None = field(repr=False)
     """Log row, readable once the device has computed the step; `None` if none was due."""
 
@@ -420,7 +427,7 @@ class TrainLoop:
         """Evaluate the current weights unless this was already done, and log the row.
 
         Returns:
-            The row; `None` if no data is held out, or all ranks agreed to stop before the evaluation ended.
+            The row; see `_evaluate`.
         """
         if not self._has_begun:
             self._begin()
@@ -578,18 +585,25 @@ class TrainLoop:
         """Evaluate the current weights, log the row and pass it to the callbacks.
 
         Returns:
-            The row; `None` if no data is held out, or all ranks agreed to stop before the evaluation ended.
+            The row; `None` if there is nothing to evaluate on, or all ranks agreed to stop before the
+            evaluation ended.
         """
         parts = self._parts
         step = self.state.global_step
-        if parts.eval_loader is None:
+        tasks = parts.tasks if self._are_tasks_due(step) else None
+        if parts.eval_loader is None and tasks is None:
             return None
         self._write_rows()
         parts.job.progress.start_activity("evaluation", step)
         # A model that draws random numbers in its evaluation draws the same ones after a resume.
         seed_step(parts.seed, step, parts.engine.seed_rank)
         with parts.meters.exclude_from_step_time("evaluation"):
-            row = evaluate(parts.engine, parts.objective, parts.eval_loader, parts.job, self._stop)
+            row: dict[str, float] | None = {}
+            if parts.eval_loader is not None:
+                row = evaluate(parts.engine, parts.objective, parts.eval_loader, parts.job, self._stop)
+            if row is not None and tasks is not None:
+                scores = tasks.evaluate(step, self._stop)
+                row = None if scores is None else row | scores
             if row is None:
                 self._stopped = True
             else:
@@ -599,6 +613,8 @@ class TrainLoop:
                 assert rollback is None  # only alerts about training request a rollback
                 self._evaluation = row
                 self._evaluated_at = step
+                if tasks is not None:
+                    tasks.report(step)
                 if parts.report_sample is not None:
                     parts.report_sample(step)
                 if parts.callbacks is not None:
@@ -607,6 +623,11 @@ class TrainLoop:
                     )
                 self._requests = self._requests._replace(evaluate=False)
         return row
+
+    def _are_tasks_due(self, step: int) -> bool:
+        """Return whether an evaluation of this step includes the tasks."""
+        is_always = self._parts.eval_config.tasks_every == 1 or self._requests.end
+        return is_always or self._schedule.tasks.is_due_or_first(step)
 
     def _add_requests(self, requests: Collection[str]) -> None:
         """Add requests of callbacks to those that the run acts on, alike on all ranks."""
@@ -659,7 +680,7 @@ class TrainLoop:
             "global_step": self.state.global_step,
             "tokens_seen": float(self.state.tokens_seen),
             "skipped_steps": float(self.state.skipped_steps),
-            "eval_loss": row["eval/loss"] if row is not None else None,
+            "eval_loss": row.get("eval/loss") if row is not None else None,
             "best_by": best_by,
             "safeguard": self._parts.safeguard.state_dict(),
             "watchers": collect_alert_state(self._parts.alerts),

@@ -91,6 +91,8 @@ IGNORED_KEYS = {
 }
 # Keys of `log` that change no training metric.
 IGNORED_LOG_KEYS = ("tensorboard", "trackers", "console", "price_per_device_hour")
+# Keys of `eval` that change neither the training nor the metrics of held-out data.
+IGNORED_EVAL_KEYS = ("tasks", "tasks_every", "tasks_limit", "tasks_chat_template")
 # Keys of split.json that are compared, with their names among the recipe's keys.
 COMPARED_SPLIT_KEYS = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}
 FINGERPRINT_KEY = COMPARED_SPLIT_KEYS["data"]
@@ -112,6 +114,8 @@ def _select_identity(recipe: Tree, split: Tree) -> Tree:
     identity = {key: value for key, value in recipe.items() if key not in IGNORED_KEYS}
     if isinstance(identity.get("log"), dict):
         identity["log"] = identity["log"] | dict.fromkeys(IGNORED_LOG_KEYS)
+    if isinstance(identity.get("eval"), dict):
+        identity["eval"] = identity["eval"] | dict.fromkeys(IGNORED_EVAL_KEYS)
     if isinstance(identity.get("model"), dict):
         # These keys choose how the same model is computed.
         identity["model"] = identity["model"] | {"attention": None, "fp8": None}

@@ -32,7 +32,7 @@ def make_store(folder, **policy):
 
 def state_at(step, **more):
     state = {"global_step": step, "tokens_seen": step * 100.0, **more}
-    if "eval_loss" in more:
+    if more.get("eval_loss") is not None:
         state["best_by"] = {"metric": "loss", "value": more["eval_loss"], "mode": "min"}
     return state
 
