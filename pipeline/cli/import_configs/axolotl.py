@@ -70,6 +70,7 @@ data.too_long: excess_length_strategy
 data.prepare_workers as integer: dataset_num_proc dataset_processes
 model.attention as attention: attn_implementation
 eval.every: evals_per_epoch
+eval.tasks as names: lm_eval_tasks
 checkpoint.every: saves_per_epoch
 log.tensorboard as boolean: use_tensorboard
 wandb.mode: wandb_mode
