@@ -238,6 +238,8 @@ function showTexts() {
   fillSection("events", "Events", listOf("events", line));
   fillSection("samples", "Samples of the model", listOf("samples", ({ prompt = "", text = "" }) =>
     [element("pre", {}, element("em", {}, prompt), text)]));
+  fillSection("tasks", "Answers to tasks in the last evaluation", listOf("tasks", ({ task, prompt, target, answer }) =>
+    [task, element("pre", {}, element("em", {}, prompt), answer), `expected: ${target}`]));
 }
 
 function show() {

@@ -45,6 +45,7 @@ REPORT_FILE = "report.html"
 REPORT_TIMEOUT = 5.0  # maximum seconds for the report at the end of a run: enough for about 300,000 rows
 PANELS = {
     "Loss": ("train/loss", "eval/loss"),
+    "Bits per byte of text": ("eval/bits_per_byte",),
     "Accuracy": ("train/accuracy", "eval/accuracy"),
     "Rewards of answers": tuple(
         f"{part}/rewards/{side}" for part in ("train", "eval") for side in ("chosen", "rejected")
@@ -64,12 +65,22 @@ PANELS = {
     ),
 }
 """Title -> columns of a main plot, which have the same unit. Each other column has its own plot below."""
+TASK_COLUMNS = "eval/tasks/"
+"""Begin of the columns of tasks."""
 
 
 def list_panels(runs: Sequence[RunReport]) -> list[tuple[str, list[str], bool]]:
-    """Return for each plot its title, its columns that a run has, and whether it is one of PANELS."""
+    """Return for each plot its title, its columns that a run has, and whether it is a main plot.
+
+    Each metric of tasks has a main plot with a curve for each task.
+    """
     columns = {key for run in runs for key in run.record.curves}
-    main = [(title, [key for key in keys if key in columns], True) for title, keys in PANELS.items()]
+    by_metric: dict[str, list[str]] = {}
+    for key in sorted(columns):
+        if key.startswith(TASK_COLUMNS):
+            by_metric.setdefault(f"Tasks: {key.rpartition('/')[2]}", []).append(key)
+    panels = {**PANELS, **by_metric}
+    main = [(title, [key for key in keys if key in columns], True) for title, keys in panels.items()]
     used = {key for _, keys, _ in main for key in keys}
     others = [(key, [key], False) for key in sorted(columns - used)]
     return [panel for panel in main if panel[1]] + others

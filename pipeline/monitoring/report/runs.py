@@ -30,6 +30,7 @@ from pipeline.errors import ConfigError, PipelineError, escape_unprintable, form
 from pipeline.files import (
     GIB,
     MAX_CONFIGURATION_BYTES,
+    MAX_DESCRIPTION_BYTES,
     format_bytes,
     format_duration,
     is_run_locked,
@@ -37,7 +38,7 @@ from pipeline.files import (
     read_regular_file,
     replace_file,
 )
-from pipeline.monitoring.events import PLAN, RUN_FAILED, SAMPLE, STOPPED_EARLY, TIME
+from pipeline.monitoring.events import PLAN, RUN_FAILED, SAMPLE, STOPPED_EARLY, TASKS_FOLDER, TIME
 from pipeline.monitoring.trackers.console import format_count
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE, MetricsFileError, iterate_record, read_newest
 from pipeline.redaction import redact, redact_text
@@ -45,6 +46,9 @@ from pipeline.redaction import redact, redact_text
 MAX_CURVES = 400  # maximum number of columns of a metrics.jsonl that are read
 MAX_EVENTS = 400
 """Maximum length of each list of events, alerts or samples; entries in the middle are removed."""
+MAX_TASK_SAMPLES = 5
+"""Maximum number of documents of a task."""
+TASK_TEXTS = ("prompt", "target", "answer")
 SUMMARY_COLUMNS = (
     "train/loss",
     "train/accuracy",
@@ -75,6 +79,8 @@ class RunRecord:
     """Events of level `info`, each with its `position`."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Texts that the model generated, each with its `position`."""
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+    """First documents of the tasks of the last evaluation: step, task, prompt, target and answer."""
     num_left_out: Counter[str] = field(default_factory=Counter)
     """Name of a list (`alerts`, `events` or `samples`) -> number of entries removed beyond MAX_EVENTS."""
     phases: dict[str, float] = field(default_factory=dict)
@@ -364,6 +370,7 @@ def read_run(path: Path, ended: bool = False) -> RunReport:
     sampled_steps = [sample["step"] for sample in record.samples]
     if isinstance(final_sample, str) and record.step not in sampled_steps:
         record.samples.append({"step": record.step, "text": redact_text(final_sample)})
+    record.tasks = _read_task_samples(path, record.step)
     settings = dict(_iterate_settings(path))
     environment = _read_json(path / "environment.json")
     devices = environment.get("devices")
@@ -467,6 +474,23 @@ def _read_json(path: Path) -> dict[str, Any]:
         tree = json.loads(read_regular_file(path, MAX_CONFIGURATION_BYTES))
         return tree if isinstance(tree, dict) else {}
     return {}
+
+
+def _read_task_samples(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Return RunRecord.tasks from the newest results up to a step; empty if they are missing or damaged."""
+    files = sorted((path / TASKS_FOLDER).glob("step-*.json"))
+    files = [file for file in files if file.name <= f"step-{last_step:08d}.json"]
+    if not files:
+        return []
+    with suppress(OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError):
+        step = int(files[-1].stem.removeprefix("step-"))
+        tasks = json.loads(read_regular_file(files[-1], MAX_DESCRIPTION_BYTES))["tasks"]
+        return [
+            {"step": step, "task": name, **{key: redact_text(str(sample[key])) for key in TASK_TEXTS}}
+            for name, result in tasks.items()
+            for sample in result["samples"][:MAX_TASK_SAMPLES]
+        ][:MAX_EVENTS]
+    return []
 
 
 def _read_diagnosis(path: Path) -> str:

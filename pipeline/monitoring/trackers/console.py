@@ -19,6 +19,10 @@ from pipeline.monitoring.events import Event
 
 SEPARATOR = "  "
 """Spaces between the fields of a line."""
+TASK_PREFIX = "tasks/"
+"""Begin of the names of tasks in the columns `eval/tasks/NAME/METRIC`."""
+MAX_SHOWN_TASKS = 8
+"""Maximum number of tasks in a line."""
 
 
 @contextmanager
@@ -138,7 +142,7 @@ def train_line(step: int, max_steps: int, row: Mapping[str, float], seconds_left
 
 
 def eval_lines(step: int, max_steps: int, row: Mapping[str, float]) -> list[str]:
-    """Return the lines of an evaluation in aligned columns: first all sets together, then each set.
+    """Return the lines of an evaluation: in aligned columns all sets together and each set, then the tasks.
 
     Args:
         step: Step of the evaluation.
@@ -146,20 +150,35 @@ def eval_lines(step: int, max_steps: int, row: Mapping[str, float]) -> list[str]
         row: Columns that begin with `eval/`.
     """
     by_set: dict[str, dict[str, float]] = {"": {}}
+    by_task: dict[str, list[str]] = {}
     for key, value in row.items():
         name, _, metric = key.removeprefix("eval/").rpartition("/")
-        by_set.setdefault(name, {})[metric] = value
+        if name.startswith(TASK_PREFIX):
+            task = name.removeprefix(TASK_PREFIX)
+            by_task.setdefault(task, [task]).append(f"{metric} {_format_score(value)}")
+        else:
+            by_set.setdefault(name, {})[metric] = value
     head = _format_step("eval", step, max_steps)
     width = max([len(head), *map(len, by_set)])
     lines = []
-    for name, metrics in by_set.items():
+    for name, metrics in by_set.items() if len(by_set) > 1 or by_set[""] else ():
         label = name.rjust(width) if name else head.ljust(width)
         fields = []
         for metric, value in metrics.items():
             number = format_norm(value) if metric == "perplexity" else format_loss(value)
             fields.append(f"{metric} {number:>7}")
         lines.append(SEPARATOR.join([label, *fields]))
+    if by_task:
+        shown = [" ".join(words) for words in list(by_task.values())[:MAX_SHOWN_TASKS]]
+        more = len(by_task) - len(shown)
+        ending = [f"and {more} more"] if more else []
+        lines.append(SEPARATOR.join([_format_step("tasks", step, max_steps), *shown, *ending]))
     return lines
+
+
+def _format_score(value: float) -> str:
+    """Return a score with three decimals, or a large number such as a perplexity with fewer."""
+    return f"{value:.3f}" if abs(value) < 10 else format_norm(value)
 
 
 def format_loss(value: float) -> str:

@@ -37,7 +37,15 @@ from pipeline.config.command_lines import find_installed_program, format_shell_l
 from pipeline.config.optional_packages import require_package
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import summarize_error
-from pipeline.monitoring.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Showable
+from pipeline.monitoring.events import (
+    ROLLBACK,
+    RUN_FAILED,
+    SAMPLE,
+    Event,
+    Histograms,
+    Showable,
+    TaskTable,
+)
 from pipeline.monitoring.trackers.interface import GIT_DIFF, TrackerThread, best_direction, wait_for_trackers
 from pipeline.monitoring.trackers.jsonl import is_rollback
 from pipeline.redaction import redact
@@ -53,6 +61,8 @@ FAILURE = "failure"
 """Key of the run's summary with the traceback of a failed run."""
 MAX_SAMPLES = 100
 """Maximum lines of the table of samples. Each evaluation sends all of them again."""
+MAX_TASK_ROWS = 400
+"""Maximum lines of the table of tasks: their first documents."""
 AXES = {"global_step": "global_step", "tokens_seen": "train/tokens_seen"}
 """The recipe's `wandb.x_axis` -> metric on the x axis of W&B's curves."""
 RUN_ID_FILE = "wandb_run_id"
@@ -234,10 +244,13 @@ class WandbTracker:
             self._is_enabled = _run_safely(STOPPED, lambda: self._alert(step, event)) is not None
 
     def show(self, what: Showable) -> None:
-        """Log new checkpoints as artifacts, or add histograms to the row of their step."""
+        """Log new checkpoints as artifacts; add histograms or documents of tasks to the row of their step."""
         if isinstance(what, Histograms):
             if self.to_wandb_step(what.step) == self._pending_step and self._pending_row:
                 self._pending_row["histograms"] = what
+        elif isinstance(what, TaskTable):
+            if self.to_wandb_step(what.step) == self._pending_step and self._pending_row:
+                self._pending_row["tasks"] = what
         elif self._is_enabled:
             if self._artifacts is None:
                 name = "W&B's list of checkpoints"
@@ -281,11 +294,17 @@ class WandbTracker:
         """Send the pending row. Return True, since `_run_safely` returns `None` after a failure."""
         import wandb
 
+        tables: dict[str, tuple[list[str], list[Any]]] = {}
         if (samples := row.pop("samples", None)) is not None:
-            table = wandb.Table(columns=["global_step", "rewinds", "prompt", "text"], data=samples)
+            tables["samples"] = (["global_step", "rewinds", "prompt", "text"], samples)
+        if (tasks := row.pop("tasks", None)) is not None:
+            rows = [list(each) for each in tasks.rows[:MAX_TASK_ROWS]]
+            tables["tasks"] = (["task", "document", "prompt", "target", "answer", "score"], rows)
+        for key, (columns, rows) in tables.items():
+            table = wandb.Table(columns=columns, data=rows)
             # Without this, `log` makes an artifact of the table too, and waits for the server.
-            table.bind_to_run(self._run, "samples", self._pending_step)
-            row["samples"] = table
+            table.bind_to_run(self._run, key, self._pending_step)
+            row[key] = table
         histograms: Histograms | None = row.pop("histograms", None)
         if histograms is not None:
             edges = histograms.edges.tolist()
@@ -569,7 +588,7 @@ class CheckpointArtifacts:
 
     def show(self, what: Showable) -> None:
         """Log the checkpoints that are new or have a new alias. Waits for the server."""
-        if isinstance(what, Histograms):
+        if isinstance(what, Histograms | TaskTable):
             return
         logged = self._aliases
         self._aliases = {}

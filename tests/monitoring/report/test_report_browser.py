@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
@@ -199,11 +200,15 @@ def test_what_stands_in_files_does_nothing(make_run, show):
         row(1) | {f"data/{n}{hostile}_samples": 3 for n in "ab"},
         event(1, hostile, message=hostile, more=hostile),
     ]
-    page = show(make_run("<i>name", [*lines, event(1, "sample", prompt=hostile, text=hostile)]))
+    run = make_run("<i>name", [*lines, event(1, "sample", prompt=hostile, text=hostile)])
+    samples = [{"prompt": hostile, "target": hostile, "answer": hostile}]
+    (run / "tasks").mkdir()
+    (run / "tasks" / "step-00000001.json").write_text(json.dumps({"tasks": {hostile: {"samples": samples}}}))
+    page = show(run)
     page.drawn()
-    page.run("$('samples').open = true")
+    page.run("$('samples').open = $('tasks').open = true")
     assert page.run("return document.querySelectorAll('img, b b, td b, iframe').length") == 0
-    assert page.run("return document.body.innerText.split(arguments[0]).length", hostile) == 7
+    assert page.run("return document.body.innerText.split(arguments[0]).length", hostile) == 11
 
 
 @pytest.mark.nightly

@@ -216,6 +216,36 @@ def test_every_column_has_a_plot(make_run):
     assert [title for title, _, is_main in panels if not is_main] == ["own/metric", "train/tokens_seen"]
 
 
+def test_each_metric_of_tasks_has_a_plot_with_a_curve_for_each_task(make_run):
+    names = ["cloze/acc", "cloze/perplexity", "sums/acc"]
+    lines = [{"step": 5, "eval/loss": 2.0} | {f"eval/tasks/{name}": 0.5 for name in names}]
+    panels = {
+        title: (keys, is_main) for title, keys, is_main in list_panels([read_run(make_run(lines=lines))])
+    }
+    assert panels["Tasks: acc"] == (["eval/tasks/cloze/acc", "eval/tasks/sums/acc"], True)
+    assert panels["Tasks: perplexity"] == (["eval/tasks/cloze/perplexity"], True)
+
+
+def write_answers(run, step, answer):
+    """Write results as `TaskResults.write` does, with seven documents."""
+    samples = [{"prompt": "1 + 1 =", "target": "2", "answer": answer}] * 7
+    (run / "tasks").mkdir(exist_ok=True)
+    (run / "tasks" / f"step-{step:08d}.json").write_text(
+        json.dumps({"tasks": {"sums": {"samples": samples}}})
+    )
+
+
+def test_the_answers_of_the_last_evaluation_are_shown(make_run):
+    """Step 30 was given up by a rollback, and its file is still there."""
+    run = make_run(lines=[row(10), row(20)])
+    for step in (10, 20, 30):
+        write_answers(run, step, f"answer {step}")
+    expected = {"step": 20, "task": "sums", "prompt": "1 + 1 =", "target": "2", "answer": "answer 20"}
+    assert read_run(run).record.tasks == [expected] * 5
+    (run / "tasks" / "step-00000020.json").write_text('{"tasks": 3}')
+    assert read_run(run).record.tasks == []
+
+
 def test_what_stands_in_files_is_never_markup(make_run):
     hostile = "</script><script>alert(1)</script><!--"
     lines = [

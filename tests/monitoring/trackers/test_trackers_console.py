@@ -99,6 +99,31 @@ def test_several_sets_stand_under_each_other():
     ]
 
 
+def test_tasks_have_a_line_of_their_own_behind_the_sets():
+    row = {
+        "eval/loss": 3.0,
+        "eval/code/loss": 2.5,
+        "eval/tasks/arithmetic/exact_match": 0.42,
+        "eval/tasks/cloze/acc": 0.31,
+        "eval/tasks/cloze/perplexity": 4.1e11,
+    }
+    tracker, out, _ = plain_tracker(max_steps=1000)
+    tracker.write(40, row)
+    assert out.getvalue().splitlines() == [
+        "eval   40/1000  loss  3.0000",
+        "          code  loss  2.5000",
+        "tasks   40/1000  arithmetic exact_match 0.420  cloze acc 0.310 perplexity 4.1e+11",
+    ]
+
+
+def test_a_line_of_tasks_alone_names_the_first_ones():
+    tracker, out, _ = plain_tracker(max_steps=9)
+    tracker.write(9, {f"eval/tasks/task{number}/acc": 0.5 for number in range(11)})
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("tasks 9/9  task0 acc 0.500  task1 acc 0.500")
+    assert line.endswith("task7 acc 0.500  and 3 more")
+
+
 def test_a_quiet_console_has_no_rows(tmp_path, capsys):
     with build(tmp_path, recipe(log=LogConfig(console="warning"))) as trackers:
         trackers.write(1, train_row())

@@ -209,6 +209,24 @@ def test_histograms_go_with_the_row_of_their_step(tmp_path: Path, server: WandbS
     assert drawn[4]["gradients/w"] == histogram | {"values": [6, 0, 4]}
 
 
+def test_documents_of_tasks_are_a_bounded_table_with_the_row_of_their_step(
+    tmp_path: Path, server: WandbServer
+):
+    folder = tmp_path / "trial-1"
+    env = make_environment(tmp_path, server.url, **KEY)
+    shown = [["rows", 1, 5, 0], ["tasks", 5], ["rows", 6, 7, 0], ["tasks", 5]]
+    wandb_program.run(folder, env, 0, *shown)
+    rows = [row for row in server.rows(read_run_id(folder)) if "tasks" in row]
+    assert [row["_step"] for row in rows] == [5]
+    assert rows[0]["tasks"]["_type"] == "table-file"
+    content = json.loads(
+        (server.folder / "files" / read_run_id(folder) / rows[0]["tasks"]["path"]).read_text()
+    )
+    assert content["columns"] == ["task", "document", "prompt", "target", "answer", "score"]
+    assert content["data"] == [["sums", 7, "1 + 1 =", "2", "answer 5", 0.5]] * 400
+    assert not [call for call in server.calls() if "Artifact" in call.get("operation", "")]
+
+
 def test_what_the_model_wrote_is_a_table_over_resumes_too(tmp_path: Path, server: WandbServer):
     folder = tmp_path / "trial-1"
     env = make_environment(tmp_path, server.url, **KEY)

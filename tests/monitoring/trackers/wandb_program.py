@@ -7,8 +7,9 @@ import textwrap
 from pathlib import Path
 
 # Word by word: rows FIRST LAST VALUE (evaluated at every fifth step), eval STEP, histograms STEP COUNTS,
-# back TO FROM, sample STEP, wait ROWS (until the server has them), fill (the disk of W&B's files), core (the
-# death of W&B's own process), signal NAME PROCESS, close CODE, flushed (killed once a file has a row), kill.
+# tasks STEP, back TO FROM, sample STEP, wait ROWS (until the server has them), fill (the disk of W&B's
+# files), core (the death of W&B's own process), signal NAME PROCESS, close CODE, flushed (killed once a file
+# has a row), kill.
 PROGRAM = """
     import contextlib, json, logging, os, signal, subprocess, sys, time
     from pathlib import Path
@@ -16,7 +17,7 @@ PROGRAM = """
     from pipeline.config.model_schema import CNNConfig
     from pipeline.config.data_schema import DigitsDataConfig
     from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.monitoring.events import ROLLBACK, Event, Histograms
+    from pipeline.monitoring.events import ROLLBACK, Event, Histograms, TaskTable
     from pipeline.monitoring.trackers import build_trackers
 
     run_dir, start_step, words = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
@@ -47,6 +48,9 @@ PROGRAM = """
                 counts = np.array(rest[1])
                 edges = np.arange(len(counts) + 1.0)
                 trackers.show(Histograms(rest[0], edges, {"w": counts}, {"w": 2 * counts}))
+            elif word == "tasks":
+                row = ("sums", 7, "1 + 1 =", "2", f"answer {rest[0]}", 0.5)
+                trackers.show(TaskTable(rest[0], [row] * 500))
             elif word == "wait":
                 while not Path(kept).exists() or len(Path(kept).read_text().splitlines()) < rest[0]:
                     time.sleep(0.1)
