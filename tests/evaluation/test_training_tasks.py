@@ -189,7 +189,7 @@ def stopping(job: Job, folder: Path):
 
 
 def test_a_signal_on_one_rank_ends_the_tasks_on_all(ranks, tmp_path):
-    """With one document, the second rank has no prompt to continue."""
+    """The second rank has no prompt to continue if there is one document."""
     for rows, row in ranks(2).run(stopping, tmp_path):
         assert rows == [None] * len(TASKS)
         assert row["eval/tasks/addition/exact_match"] == 0
