@@ -115,6 +115,8 @@ def try_out(run, tmp_path, monkeypatch, capsys):
             "RUN": str(run),
             "THEIRS.yaml": str(tmp_path / "theirs.yaml"),
             "OUT": str(tmp_path / "out"),
+            "my-model": str(tmp_path / "out"),
+            "before.json": str(tmp_path / "before.json"),
             "OUT.html": str(tmp_path / "out.html"),
             "100": "1",
             "300": "1",
@@ -123,6 +125,13 @@ def try_out(run, tmp_path, monkeypatch, capsys):
         arguments = [at_hand.get(word, word) for word in words]
         arguments = [str(run) if word.startswith("runs/") else word for word in arguments]
         name = arguments[0]
+        has_own_file = name == "evaluate" and any(
+            word.endswith(("_task.yaml", "calls.yaml")) for word in words
+        )
+        if name in ("chat", "serve") or has_own_file or "--compare" in words:
+            # They wait for messages or requests, or need files of the reader's own.
+            given = {word for word in words if word.startswith("--")}
+            return None if given <= help_of(name) else "no such option"
         (tmp_path / "theirs.yaml").write_text("model_name_or_path: a/b\nstage: sft\ncutoff_len: 64\n")
         if name in ("prepare", "inspect"):
             recipe = argument_after(words, "--config")
@@ -139,7 +148,7 @@ def try_out(run, tmp_path, monkeypatch, capsys):
         return None if code == 0 else capsys.readouterr().err
 
     def function(line):
-        words = shlex.split(line)
+        words = shlex.split(line.replace("~/deepspeed-pipeline", str(ROOT)))
         words = words[1:] if words[0].startswith("CUDA_VISIBLE_DEVICES=") else words
         words = ["python", "-m", "pipeline", *words[1:]] if words[0] == "ds-pipeline" else words
         if any(is_trainer(words, number) for number in range(len(words))):

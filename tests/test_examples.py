@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from support.launch import ROOT, TRAIN, launch, read_reproducible_rows, run_python, write_recipe
+import yaml
+from support.launch import (
+    ROOT,
+    TRAIN,
+    launch,
+    make_environment,
+    read_reproducible_rows,
+    run_python,
+    write_recipe,
+)
 
 OFFLINE = "wandb.mode=disabled"
 
@@ -58,6 +69,24 @@ def test_data_that_cannot_be_made_is_one_line(tmp_path, given, said):
 
 
 @pytest.mark.slow
+def test_no_training_data_has_an_answer_of_the_task(tmp_path):
+    assert run_python(str(ROOT / "launch" / "recipes" / "make_data.py"), "data", cwd=tmp_path).returncode == 0
+    data = tmp_path / "data"
+    learned = "".join((data / f"{name}.jsonl").read_text() for name in ("instructions", "signatures"))
+    rows = [json.loads(line) for line in (data / "calls.jsonl").read_text().splitlines()]
+    assert len(rows) == 250
+    for row in rows:
+        name = row["question"].removeprefix("How is ").removesuffix(" called?")
+        assert row["choices"][row["answer"]].startswith(f"{name}(")
+        assert len(set(row["choices"])) == 4
+        assert f"{name} called?" not in learned
+        assert f'"{name}(' not in learned
+    assert yaml.safe_load((data / "calls.yaml").read_text())["dataset_kwargs"] == {
+        "data_files": {"test": "data/calls.jsonl"}
+    }
+
+
+@pytest.mark.slow
 def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
     few = ["max_steps=2", "eval.max_samples=8", "sample.max_new_tokens=0"]
     some = ["max_steps=15", "schedule.warmup=0", *few[1:]]
@@ -73,14 +102,51 @@ def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
 @pytest.mark.nightly
 def test_the_recipes_of_fine_tuning_do_what_they_say(tmp_path):
     run_recipes(tmp_path, {"sft": [], "lora": [], "dpo": [], "reward": []})
-    for name in ("sft", "lora"):
+    for name, fall in (("sft", 3), ("lora", 1.5)):
         losses = [
             row["eval/loss"] for row in read_reproducible_rows(tmp_path / "runs" / name) if "eval/loss" in row
         ]
-        assert losses[-1] < losses[0] - 3
+        assert losses[-1] < losses[0] - fall
     assert last(tmp_path / "runs" / "dpo", "eval/rewards/margin") > 5
     for name in ("dpo", "reward"):
         assert last(tmp_path / "runs" / name, "eval/rewards/accuracy") > 0.95
+
+
+def printed_example() -> tuple[str, str]:
+    """The second block of README's section, whose commands need its first block's shell, and its output."""
+    readme = (ROOT / "README.md").read_text()
+    section = readme.split("## From an empty folder to a conversation")[1].split("\n## ")[0]
+    _, commands, output = re.findall(r"^```\n(.*?)^```", section, re.M | re.S)
+    return commands, output
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_printed_commands_lead_from_an_empty_folder_to_a_conversation(tmp_path):
+    """As they are written, offline, with the clone where README.md has it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "deepspeed-pipeline").symlink_to(ROOT)
+    here = tmp_path / "empty"
+    here.mkdir()
+    commands, printed = printed_example()
+    variables = make_environment(HOME=str(home), HF_HUB_OFFLINE="1", PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        ["bash", "-euc", commands], cwd=here, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for run in ("sft", "lora", "dpo"):
+        evaluated = [
+            row["eval/loss"] for row in read_reproducible_rows(here / "runs" / run) if "eval/loss" in row
+        ]
+        assert evaluated[-1] < 0.7 * evaluated[0], run
+    for line in printed.splitlines():
+        if line.startswith("calls"):
+            assert line.split()[:2] == ["calls", "acc"]
+    compared = [line.split() for line in done.stdout.splitlines() if re.match(r"calls +acc .* to ", line)]
+    (words,) = compared
+    assert float(words[5]) > 0, "the interval of the difference does not lie above 0"
+    assert done.stdout.splitlines()[-1].strip()
 
 
 @pytest.mark.nightly  # each day test_docs.py trains two steps of it

@@ -91,6 +91,8 @@ def test_a_wheel_plans_and_trains_by_names_from_an_empty_folder(installed, tmp_p
     assert list(here.iterdir()) == []
     assert "2/2  loss" in say(script, "train", *named)
     assert [path.name for path in here.iterdir()] == ["runs"]
+    tasks = {path.name for path in (installed / "pipeline" / "evaluation" / "tasks").iterdir()}
+    assert tasks >= {path.name for path in (ROOT / "pipeline" / "evaluation" / "tasks").glob("*.*")}
     assert os.access(installed / "pipeline" / "config" / "shipped" / "launch" / "multi_gpu.sh", os.X_OK)
 
 
