@@ -5,8 +5,6 @@ batches; the plan depends on nothing but the requests and the number of data-par
 ranks gets the same number of batches, so that all ranks enter each forward together; a rank without requests
 gets a filler. Scoring is an evaluation step with an objective that records log-probabilities, so it works
 under every split and draws no random numbers.
-
-Shapes: B rows, T tokens, N = B * T tokens, V vocabulary, C tokens of a block.
 """
 
 from __future__ import annotations
@@ -15,28 +13,25 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
-from pipeline.data.batches import IGNORE_INDEX
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine.interface import Evaluator
-from pipeline.errors import DataError, ModelError
-from pipeline.models.embeddings import get_vocabulary_size
+from pipeline.errors import DataError
 from pipeline.models.generation import (
     GenerationSettings,
     TextGenerator,
     TokenCallback,
+    check_ids,
     check_prompts,
     spread_settings,
 )
-from pipeline.objectives.interface import Batch, LossSum
-from pipeline.objectives.model_call import BaseObjective, ModelCall, get_logits
+from pipeline.objectives.continuations import ContinuationScorer, build_scoring_batch
+from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.preferences import get_sequence_group
-from pipeline.planner.model import choose_block_rows
 
 Request = tuple[Sequence[int], Sequence[int]]
 """The ids of a context and of its continuation."""
@@ -62,62 +57,6 @@ class ScoredTokens(NamedTuple):
     def logprob(self) -> float:
         """Log-probability of the whole continuation."""
         return math.fsum(self.logprobs)
-
-
-class ContinuationScorer(BaseObjective):
-    """Records the scores of labelled tokens. The loss that it returns is 0.
-
-    A batch has `input_ids`, `shift_labels` and `targets`, each (B, T): the number under which the score of a
-    label is recorded.
-
-    Args:
-        call: The call of the model.
-        num_tokens: Number of all labels.
-        device: Device of the scores.
-    """
-
-    unit = "tokens"
-
-    def __init__(self, call: ModelCall, num_tokens: int, device: torch.device):
-        super().__init__(call)
-        self.scores = torch.zeros(3, num_tokens, dtype=torch.float64, device=device)
-        """Log-probabilities of the labels that this rank has scored, those of the likeliest tokens instead,
-        and these tokens' ids; 0 elsewhere."""
-        self.has_logits = False
-        """Whether this rank has got logits from the model; only the last pipeline stage does."""
-
-    def count(self, batch: Batch) -> Tensor:
-        """See Objective.count."""
-        return (batch["shift_labels"] != IGNORE_INDEX).sum()
-
-    def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        """Record the scores of the batch's labels.
-
-        Raises:
-            ModelError: The model returned other logits than (B, T, V).
-        """
-        labels_BT = batch["shift_labels"]
-        logits_BTV = get_logits(self._call(model, batch))
-        if logits_BTV.shape[:-1] != labels_BT.shape:
-            raise ModelError(
-                f"the model returned logits {tuple(logits_BTV.shape)} for tokens {tuple(labels_BT.shape)}; "
-                "log-probabilities need a language model, with logits (samples, tokens, vocabulary)"
-            )
-        self.has_logits = True
-        logits_NV = logits_BTV.flatten(0, 1)
-        labels_N = labels_BT.flatten()
-        numbers_N = batch["targets"].flatten()
-        is_on_cpu = logits_NV.device.type == "cpu"
-        labelled = (labels_N != IGNORE_INDEX).nonzero()[:, 0]
-        for block in labelled.split(choose_block_rows(logits_NV.shape[-1], is_on_cpu)):
-            logps_CV = logits_NV[block].float().log_softmax(-1)
-            top_C1 = logps_CV.argmax(-1, keepdim=True)
-            label_logps_C = logps_CV.gather(-1, labels_N[block, None])[:, 0]
-            top_logps_C = logps_CV.gather(-1, top_C1)[:, 0]
-            values = [label_logps_C, top_logps_C, top_C1[:, 0]]
-            self.scores[:, numbers_N[block]] = torch.stack([each.double() for each in values])
-        zero = torch.zeros((), device=logits_NV.device)
-        return LossSum(zero, zero)
 
 
 @tag_errors(Phase.EVALUATION)
@@ -152,7 +91,14 @@ def score_continuations(
             is outside of the vocabulary.
         ModelError: The model does not return logits of each token.
     """
-    _check_requests(requests, max_tokens, get_vocabulary_size(engine.module))
+    for index, (context, continuation) in enumerate(requests):  # on all ranks, so that none raises alone
+        check_ids(f"the context of requests[{index}]", context, engine.module)
+        check_ids(f"the continuation of requests[{index}]", continuation, engine.module)
+        if len(continuation) > max_tokens:
+            raise DataError(
+                f"the continuation of requests[{index}] has {len(continuation):,} tokens, but the model "
+                f"reads {max_tokens:,} at a time; shorten it"
+            )
     if not requests:
         return []
     ends = list(accumulate(len(continuation) for _, continuation in requests))
@@ -167,18 +113,20 @@ def score_continuations(
         job.progress.start_activity("evaluation")
         indices = batches[engine.dp_rank]
         rows = [([*requests[i][0], *requests[i][1]][-(max_tokens + 1) :], numbers[i]) for i in indices]
-        batch = _build_batch(rows, lengths[indices[0]] if indices else multiple)
+        batch = build_scoring_batch(rows, lengths[indices[0]] if indices else multiple, max_tokens)
         with torch.compiler.set_stance("force_eager"):  # it would compile again for other shapes
             engine.eval_step(batch, scorer)
+        num_done += sum(map(len, batches))
         if on_progress is not None:
-            num_done += sum(map(len, batches))
             on_progress(num_done, len(requests))
-    values = _sum_over_ranks(scorer, engine, job).tolist()
+    *sums, num_ranks = job.all_reduce_sum(scorer.scores)  # all ranks of a tensor group have scored a token
+    logprobs, top_logprobs, top_ids = ((each / num_ranks).tolist() for each in sums)
     results = []
     for (_, continuation), own in zip(requests, numbers, strict=True):
-        logprobs, top_logprobs, top_ids = (each[own.start : own.stop] for each in values)
-        ids = list(map(int, top_ids))
-        results.append(ScoredTokens(logprobs, ids, top_logprobs, is_greedy=ids == list(continuation)))
+        part = slice(own.start, own.stop)
+        ids = [int(each) for each in top_ids[part]]
+        is_greedy = ids == list(continuation)
+        results.append(ScoredTokens(logprobs[part], ids, top_logprobs[part], is_greedy))
     return results
 
 
@@ -251,58 +199,3 @@ def generate_over_ranks(
             engine.generate([[0]], replace(settings[0], max_new_tokens=1))
     found = {index: text for each in job.gather_object(texts) for index, text in each.items()}
     return [found[index] for index in range(len(prompts))]
-
-
-def _check_requests(requests: Sequence[Request], max_tokens: int, vocabulary_size: int | None) -> None:
-    """Check the requests, so that all ranks raise the same error and none waits for another.
-
-    Raises:
-        DataError: See score_continuations.
-    """
-    for index, (context, continuation) in enumerate(requests):
-        for name, ids in (("context", context), ("continuation", continuation)):
-            if not len(ids):
-                raise DataError(f"requests[{index}] has an empty {name}; give it at least one token")
-            if min(ids) < 0 or (vocabulary_size is not None and max(ids) >= vocabulary_size):
-                expected = "0 or more" if vocabulary_size is None else f"0 to {vocabulary_size - 1}"
-                raise DataError(
-                    f"requests[{index}] has ids from {min(ids)} to {max(ids)} in its {name}, expected "
-                    f"{expected}; encode it with the model's tokenizer"
-                )
-        if len(continuation) > max_tokens:
-            raise DataError(
-                f"requests[{index}] has a continuation of {len(continuation):,} tokens, but the model reads "
-                f"{max_tokens:,} at a time; shorten it"
-            )
-
-
-def _build_batch(rows: Sequence[tuple[list[int], range]], length: int) -> dict[str, Tensor]:
-    """Return a batch for ContinuationScorer, padded on the right; a row of padding if there are no rows.
-
-    Args:
-        rows: The tokens of each row, and the numbers of its labels, which are its last tokens.
-        length: Number of columns.
-    """
-    ids_BT = torch.zeros(max(1, len(rows)), length, dtype=torch.int64)
-    labels_BT = torch.full_like(ids_BT, IGNORE_INDEX)
-    numbers_BT = torch.full_like(ids_BT, IGNORE_INDEX)
-    for row, (tokens, numbers) in enumerate(rows):
-        last = len(tokens) - 1  # the last token is only a label
-        first = last - len(numbers)
-        ids_BT[row, :last] = torch.tensor(tokens[:-1])
-        labels_BT[row, first:last] = torch.tensor(tokens[first + 1 :])
-        numbers_BT[row, first:last] = torch.tensor(numbers)
-    return {"input_ids": ids_BT, "shift_labels": labels_BT, "targets": numbers_BT}
-
-
-def _sum_over_ranks(scorer: ContinuationScorer, engine: Evaluator, job: Job) -> Tensor:
-    """Return the scores of all tokens, each taken from one rank. Collective.
-
-    Ranks of a sequence group have scored different tokens. All others with the same `dp_rank`, those of a
-    tensor group, have equal scores, and only the first of them counts.
-    """
-    scoring_ranks = job.gather_object(engine.dp_rank if scorer.has_logits else None)
-    is_copy = engine.dp_rank in scoring_ranks[: job.ranks.rank]
-    if is_copy and get_sequence_group(engine.module).size == 1:
-        scorer.scores.zero_()
-    return job.all_reduce_sum(scorer.scores)

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import DataError, ModelError
+from pipeline.models.embeddings import get_vocabulary_size
 from pipeline.models.transformers_facts import is_transformers_generator
 
 LOWEST_TEMPERATURE = 1e-6
@@ -485,17 +486,8 @@ def check_prompts(
     """
     if not prompts:
         raise DataError("prompts is empty; give every rank at least one prompt")
-    vocabulary_size = getattr(getattr(module, "config", None), "vocab_size", None)
     for index, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise DataError(f"prompts[{index}] is empty; give it at least one token")
-        is_too_large = vocabulary_size is not None and max(prompt) >= vocabulary_size
-        if min(prompt) < 0 or is_too_large:
-            expected = "0 or more" if vocabulary_size is None else f"0 to {vocabulary_size - 1}"
-            raise DataError(
-                f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, expected {expected}; encode "
-                "it with the model's tokenizer"
-            )
+        check_ids(f"prompts[{index}]", prompt, module)
     positions = get_max_positions(module)
     for prompt, of_prompt in zip(prompts, settings, strict=True):
         if positions is not None and len(prompt) + of_prompt.max_new_tokens > positions:
@@ -503,6 +495,25 @@ def check_prompts(
                 f"a prompt has {len(prompt):,} tokens and max_new_tokens is {of_prompt.max_new_tokens:,}, "
                 f"but the model has {positions:,} positions; shorten the prompt, or lower max_new_tokens"
             )
+
+
+def check_ids(name: str, ids: Sequence[int], module: nn.Module) -> None:
+    """Raise a DataError if there are no ids, or one that is outside of the model's vocabulary.
+
+    Args:
+        name: Words for the ids in the message.
+        ids: Ids of a text.
+        module: Model that reads them.
+    """
+    if not len(ids):
+        raise DataError(f"{name} is empty; give it at least one token")
+    vocabulary_size = get_vocabulary_size(module)
+    if min(ids) < 0 or (vocabulary_size is not None and max(ids) >= vocabulary_size):
+        expected = "0 or more" if vocabulary_size is None else f"0 to {vocabulary_size - 1}"
+        raise DataError(
+            f"{name} has ids from {min(ids)} to {max(ids)}, expected {expected}; encode it with the model's "
+            "tokenizer"
+        )
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine.test_generate import DROPOUT, SHARDED, alone, state_of, whole_model
 from parity.measure import ALONE, has_async_io
-from parity.splits import SEQUENCE_2, TENSOR_2, TWO_STAGES, Case, cases, zero
+from parity.splits import GPT2, SEQUENCE_2, TENSOR_2, TWO_STAGES, Case, cases, zero
 from support.resume_across_splits import Run, copy_shards, make_recipe
 from support.tiny import VOCABULARY
 from tokenizers import Tokenizer
@@ -57,7 +57,7 @@ def score(engine: Any, job: Job, requests: list[Request], tokens_per_batch: int 
 def score_alone(plain: nn.Module, request: Request) -> ScoredTokens:
     """The scores of transformers' model, of one row without padding, by a loop over its tokens."""
     context, continuation = request
-    logps_TV = plain(torch.tensor([[*context, *continuation]])).logits[0].float().log_softmax(-1)
+    logps_TV = plain(torch.tensor([[*context, *continuation][:-1]])).logits[0].float().log_softmax(-1)
     rows = [logps_TV[len(context) - 1 + index] for index in range(len(continuation))]
     logprobs = [float(row[token]) for row, token in zip(rows, continuation, strict=True)]
     top_ids = [int(row.argmax()) for row in rows]
@@ -123,6 +123,25 @@ def test_every_split_scores_as_one_whole_model_and_trains_on_as_if_it_had_not(ra
 @pytest.mark.parametrize("split", [SHARDED, zero(1) | TWO_STAGES], ids=["zero3", "stages"])
 def test_scoring_drops_nothing_out_and_a_training_does_after_it(ranks, split):
     check_split(ranks, 2, split, DROPOUT)
+
+
+ODD = GPT2 | {"max_sequence_length": POSITIONS + 1}
+
+
+def score_whole_rows(job: Job):
+    """Return the shards of a model with an odd number of learned positions, and scores of as many tokens."""
+    engine = Run(job, make_recipe(ODD), zero(2) | SEQUENCE_2).engine
+    return copy_shards(engine), score(engine, job, WHOLE_ROWS, max_tokens=POSITIONS + 1)
+
+
+WHOLE_ROWS: list[Request] = [([5], list(range(POSITIONS + 1))), ([7, 8, 9], [1])]
+
+
+def test_a_row_of_all_positions_is_scored_if_their_number_is_odd(ranks):
+    results = ranks(2).run(score_whole_rows)
+    plain = whole_model(ODD, [(shards, None) for shards, _ in results])
+    for _, scores in results:
+        assert_equal(scores, [score_alone(plain, request) for request in WHOLE_ROWS])
 
 
 UNEVEN = {
@@ -220,11 +239,14 @@ def test_a_request_that_is_the_likeliest_is_greedy(single):
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (([], [1]), r"requests\[1\] has an empty context; give it at least one token"),
-        (([1], []), r"requests\[1\] has an empty continuation; give it at least one token"),
-        (([1], [2] * 25), r"requests\[1\] has a continuation of 25 tokens, but the model reads 24 at a time"),
-        (([1], [3, VOCABULARY]), rf"ids from 3 to {VOCABULARY} in its continuation, expected 0 to"),
-        (([-1], [3]), r"requests\[1\] has ids from -1 to -1 in its context, expected 0 to"),
+        (([], [1]), r"the context of requests\[1\] is empty; give it at least one token"),
+        (([1], []), r"the continuation of requests\[1\] is empty; give it at least one token"),
+        (([1], [2] * 25), r"continuation of requests\[1\] has 25 tokens, but the model reads 24 at a time"),
+        (
+            ([1], [3, VOCABULARY]),
+            rf"continuation of requests\[1\] has ids from 3 to {VOCABULARY}, expected 0 to",
+        ),
+        (([-1], [3]), r"the context of requests\[1\] has ids from -1 to -1, expected 0 to"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(single, request_, words):
