@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -37,7 +37,7 @@ from pipeline.checkpoint.reader import (
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, encode_header
 from pipeline.checkpoint.shards import WEIGHT
 from pipeline.distributed.progress import Phase, tag_errors
-from pipeline.errors import CheckpointError, ModelError, summarize_error
+from pipeline.errors import CheckpointError, ConfigError, ModelError, summarize_error
 from pipeline.files import (
     MAX_CONFIGURATION_BYTES,
     MAX_DESCRIPTION_BYTES,
@@ -49,6 +49,9 @@ from pipeline.models.adapters import WEIGHTS_FILE as ADAPTER_FILE
 from pipeline.models.transformers_facts import choose_auto_class
 from pipeline.models.weights import TensorEntry
 from pipeline.redaction import redact_text
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.sources import ModelSource
 
 DTYPES_BY_OPTION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MODEL_FILE = "model.safetensors"
@@ -143,29 +146,47 @@ def export(
     return ExportResult([out / file for file in files], num_bytes, auto_class, is_adapter, rounding_error)
 
 
-def export_model(
-    model: Any, tokenizer: Any, out: str | Path, *, adapter: Path | None = None, dtype: str | None = None
+def export_source(
+    source: ModelSource, out: str | Path, *, dtype: str | None = None, merge: bool = False
 ) -> ExportResult:
-    """Write a language model of transformers to a folder, with its tokenizer, merged with an adapter of peft.
+    """Write a language model that is no run's as a folder of transformers, with its tokenizer.
 
     Args:
-        model: Model with its weights on the CPU. It is changed.
-        tokenizer: Tokenizer with the chat template.
+        source: Folder or hub name of a model, or an adapter over one.
         out: Folder to write, which must not exist or must be empty.
-        adapter: Folder of an adapter to merge into the model, in fp32; `None` for none.
-        dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`; `None` for the model's own.
+        dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`; `None` for the source's own.
+        merge: Whether to merge an adapter into its base, in fp32.
 
     Raises:
+        ConfigError: `merge` does not suit the source, or the base of an adapter is a run.
         CheckpointError: `out` cannot be written, or a value does not fit into fp16.
-        ModelError: The adapter does not fit the model, or transformers refuses to save the model.
+        ModelError: The model cannot be loaded, or transformers refuses to save it.
     """
+    from pipeline.distributed.accelerator import choose_accelerator
+    from pipeline.models.huggingface import load_stored_model
+
+    is_adapter = source.base is not None
+    if is_adapter and not merge:
+        raise ConfigError(
+            f"{source.location} is a folder of an adapter already; --merge merges it into its base and "
+            "writes one model"
+        )
+    if merge and not is_adapter:
+        raise ConfigError(f"{source.location} is no adapter (no adapter_config.json); remove --merge")
+    if source.whole.run is not None:
+        raise ConfigError(
+            f"{source.location}: its base is a run; export that first, and name the folder: --base OUT"
+        )
     _check_dtype(dtype)
     out = _resolve_output(out)
+    choose_accelerator()  # transformers imports DeepSpeed to save
+    tokenizer = source.load_tokenizer()
+    model: Any = load_stored_model(source.whole.location, source.trust_remote_code, "SOURCE")
     target = model.dtype if dtype is None else DTYPES_BY_OPTION[dtype]
-    if adapter is not None:
+    if is_adapter:
         from pipeline.models.adapters import apply_peft_folder
 
-        model = apply_peft_folder(model.float(), adapter).merge_and_unload()
+        model = apply_peft_folder(model.float(), Path(source.location)).merge_and_unload()
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             parameter.data = _convert(name, parameter.data, target)

@@ -56,8 +56,10 @@ def run(arguments: argparse.Namespace) -> None:
     if names_run(arguments.source):
         result = _export_run(arguments)
     else:
+        from pipeline.checkpoint.export import export_source
+
         source = open_source(arguments.source, arguments.step, arguments.overrides, base=arguments.base)
-        result = source.export(arguments.out, dtype=arguments.dtype, merge=arguments.merge)
+        result = export_source(source, arguments.out, dtype=arguments.dtype, merge=arguments.merge)
         print(f"{source.name}: {_format_size(result)}: {arguments.out}")
     if result.auto_class is not None:
         print(f'{result.auto_class}.from_pretrained("{arguments.out}") opens it')
@@ -70,7 +72,8 @@ def _export_run(arguments: argparse.Namespace) -> ExportResult:
     from pipeline.checkpoint.reader import CheckpointWeights
     from pipeline.cli.screen import Screen
 
-    for given in (*arguments.overrides, *filter(None, [arguments.base])):
+    if arguments.base or arguments.overrides:
+        given = arguments.base or arguments.overrides[0]
         raise ConfigError(
             f"{given}: {arguments.source} is a run, whose checkpoint determines this; remove it"
         )

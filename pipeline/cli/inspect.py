@@ -15,7 +15,7 @@ from pipeline.config.data_schema import DocumentsConfig
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
-from pipeline.evaluation.sources import ModelSource, open_source
+from pipeline.evaluation.sources import open_source
 from pipeline.monitoring.logs import log_to_console
 
 if TYPE_CHECKING:
@@ -62,11 +62,14 @@ def run(arguments: argparse.Namespace) -> None:
         )
     if arguments.samples < 0:
         raise ConfigError(f"--samples {arguments.samples}: expected 0 or more")
+    from pipeline.cli import inspect_view
+    from pipeline.cli.screen import Screen
+    from pipeline.data import prepare_data
+
+    screen = Screen(arguments.no_color)
     if arguments.config is not None:
         config = read_recipe(arguments)
-        from pipeline.data import prepare_data
-
-        _inspect_data(arguments, config, prepare_data(config.data))
+        _inspect_data(screen, config, prepare_data(config.data), arguments.samples)
         return
     source = open_source(
         arguments.source,
@@ -75,30 +78,20 @@ def run(arguments: argparse.Namespace) -> None:
         base=arguments.base,
         import_paths=not arguments.no_import_paths,
     )
-    _inspect_source(arguments, source)
-
-
-def _inspect_source(arguments: argparse.Namespace, source: ModelSource) -> None:
-    """Show a language model, and the data of a run."""
-    from pipeline.cli import inspect_view
-    from pipeline.cli.screen import Screen
-
     if source.run is None or source.run.config.model.language_model is not None:
-        inspect_view.show_model(Screen(arguments.no_color), source)
+        inspect_view.show_model(screen, source)
     if source.run is not None:
         from pipeline.evaluation.from_checkpoint import read_data
 
-        _inspect_data(arguments, source.run.config, read_data(source.run))
+        _inspect_data(screen, source.run.config, read_data(source.run), arguments.samples)
 
 
-def _inspect_data(arguments: argparse.Namespace, config: RunConfig, bundle: DataBundle) -> None:
+def _inspect_data(screen: Screen, config: RunConfig, bundle: DataBundle, samples: int) -> None:
     """Show the data of a recipe."""
     from pipeline.cli import inspect_view
-    from pipeline.cli.screen import Screen
 
-    screen = Screen(arguments.no_color)
     if config.data.documents is not None:
-        _inspect_text(screen, config, config.data.documents, bundle, samples=arguments.samples)
+        _inspect_text(screen, config, config.data.documents, bundle, samples=samples)
         return
     if config.data.custom is None:
         inspect_view.show_classes(screen, bundle.train, list(bundle.eval.values()))

@@ -340,38 +340,34 @@ def show_model(screen: Screen, source: ModelSource) -> None:
         PipelineError: The model's config or its tokenizer cannot be read, or it is no language model.
     """
     from pipeline.evaluation.conversation import ChatFormat
-    from pipeline.evaluation.sources import find_end_ids
+    from pipeline.evaluation.sources import KEY, find_end_ids
+    from pipeline.models.generation import get_max_positions
+    from pipeline.models.huggingface import build_empty_model
 
+    whole = source.whole
     tokenizer = source.load_tokenizer()
-    model = source.build_empty()
-    config = model.config.get_text_config()
-    location = source.location if source.run is None else str(source.run.checkpoint)
-    base = "" if source.base is None else f" over {source.base.kind} {source.base.location}"
-    run = source.run if source.base is None else source.base.run
-    precision = str(model.dtype).removeprefix("torch.") if run is None else run.precision
-    positions = getattr(config, "max_position_embeddings", None)
-    end_ids = sorted(find_end_ids(model.generation_config, tokenizer))
+    model = build_empty_model(whole.location, whole.trust_remote_code, KEY)
+    name = f"{source.kind} {source.location if source.run is None else source.run.checkpoint}"
+    num_parameters = f"{sum(p.numel() for p in model.parameters()):,}"
+    if source.base is not None:
+        name += f" over {whole.kind} {whole.location}"
+        num_parameters += ", without the adapter's"
+    positions = get_max_positions(model)
+    end_ids = sorted(find_end_ids(model, tokenizer))
     rows = [
         ["architecture", type(model).__name__],
-        [
-            "parameters",
-            f"{sum(p.numel() for p in model.parameters()):,}" + (base and ", without the adapter's"),
-        ],
-        ["precision", precision],
+        ["parameters", num_parameters],
+        ["precision", str(model.dtype).removeprefix("torch.") if whole.run is None else whole.run.precision],
         ["positions", "no limit" if positions is None else f"{positions:,}"],
-        ["vocabulary", f"{config.vocab_size:,} rows, {len(tokenizer):,} tokens"],
+        ["vocabulary", f"{model.config.get_text_config().vocab_size:,} rows, {len(tokenizer):,} tokens"],
         ["tokenizer", f"{type(tokenizer).__name__}, {type(tokenizer.backend_tokenizer.model).__name__}"],
         ["end tokens", ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in end_ids)],
     ]
-    columns = ["source", f"{source.kind} {location}{base}"]
-    screen.table(columns, rows, text_columns=columns)
-    if not tokenizer.chat_template:
-        screen.line("no chat template: the model continues text")
-        return
+    screen.table(["source", name], rows, text_columns=["source", name])
     screen.title("Two turns in the chat template, up to the next answer")
     try:
         screen.line(tokenizer.decode(ChatFormat(tokenizer).render(EXAMPLE)))
-    except PipelineError as error:
+    except PipelineError as error:  # there is no template, or it refuses them
         screen.line(f"{error}")
 
 

@@ -32,6 +32,7 @@ from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine.interface import DTYPES, add_document_bounds, to_device
 from pipeline.errors import CheckpointError, ConfigError, DataError
 from pipeline.evaluation import held_out
+from pipeline.evaluation.sources import REMOTE_CODE
 from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings, TokenCallback
@@ -103,8 +104,6 @@ CHANGEABLE_SECTIONS = ("data", "eval", "loader", "batch")
 """Sections of the recipe that overrides may change."""
 SECTIONS_WITHOUT_SECRETS = ("data", "eval", "model", "objective")
 """Sections of the recipe in which an override must replace every redacted value."""
-REMOTE_CODE = "model.trust_remote_code"
-"""Key that an override has to set before Python code of a model's files runs here."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], impo
             checkpoint determines, or the model has Python code and no override allows to run it.
         CheckpointError: There is no such checkpoint, or split.json cannot be read.
     """
-    run, checkpoint, _ = find_checkpoint(path, str(step), "step")
+    run, checkpoint, _ = find_checkpoint(path, str(step))
     changed_keys = [".".join(parse_override(argument)[0]) for argument in overrides]
     recipe = read_yaml(run / "recipe.yaml").tree
     redacted_keys = [
@@ -291,32 +290,21 @@ def load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> Infer
     if language is not None:  # weights trained in fp8 are evaluated without it, on any device
         section = section.model_copy(update={"fp8": "none"})
     load_weights(model, section, NoSharding(), job, open_checkpoint)
-    is_half = deepspeed is not None and trained.precision != "fp32"
-    # As in training: under DeepSpeed, language models compute without autocast, and other models with it.
-    deepspeed_autocasts = is_half and language is None
-    model = apply_transforms(model, section, TransformContext(job.device, is_autocast=deepspeed_autocasts))
-    if deepspeed is None:
-        precision = trained.precision
-        if precision == "auto":
-            precision = "bf16" if describe_device(job.device).bf16 else "fp32"
-        # Plain PyTorch has fp32 weights, and always computes under autocast.
-        return InferenceEngine(model, precision, job.device, casts=False, autocast=True)
-    return InferenceEngine(model, trained.precision, job.device, casts=True, autocast=deepspeed_autocasts)
+    precision = trained.precision
+    if precision == "auto":
+        precision = "bf16" if describe_device(job.device).bf16 else "fp32"
+    # As in training: plain PyTorch has fp32 weights and computes under autocast. DeepSpeed casts the weights
+    # and computes under autocast, too, unless the model is a language model.
+    casts = deepspeed is not None
+    autocasts = deepspeed is None or language is None
+    context = TransformContext(job.device, is_autocast=casts and autocasts and precision != "fp32")
+    model = apply_transforms(model, section, context)
+    return InferenceEngine(model, precision, job.device, casts=casts, autocast=autocasts)
 
 
 @tag_errors(Phase.MODEL)
 def load_stored_engine(location: str, job: Job, trust_remote_code: bool, key: str) -> InferenceEngine:
-    """Load a language model from a folder of transformers or from the hub, in the dtype of its weights.
-
-    Args:
-        location: Folder or hub name.
-        job: Job of this process.
-        trust_remote_code: Whether Python code of the model may run.
-        key: Name of the argument that has the location, for messages.
-
-    Raises:
-        ModelError: The model cannot be read; see load_stored_model.
-    """
+    """Load a language model from a folder of transformers or from the hub; see load_stored_model."""
     from pipeline.models.huggingface import load_stored_model
 
     model: nn.Module = load_stored_model(location, trust_remote_code, key)

@@ -204,7 +204,7 @@ def generate(
     check_prompts(module, prompts, settings)
     ids_BT, mask_BT = _pad_left(prompts, device)
     prompt_length = ids_BT.shape[1]
-    end_ids, pad_id = _get_end_and_pad_ids(module)
+    end_ids, pad_id = get_end_and_pad_ids(module)
     options: dict[str, Any] = {"max_new_tokens": max(s.max_new_tokens for s in settings), "do_sample": False}
     if is_transformers_generator(module):
         options["synced_gpus"] = is_forward_collective
@@ -524,7 +524,7 @@ def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[T
     return ids.to(device), mask.to(device)
 
 
-def _get_end_and_pad_ids(module: nn.Module) -> tuple[set[int], int]:
+def get_end_and_pad_ids(module: nn.Module) -> tuple[set[int], int]:
     """Return the ids that end a text, and the id that fills a row after its end."""
     config = getattr(module, "generation_config", None)
     end_ids = getattr(config, "eos_token_id", None)

@@ -454,38 +454,42 @@ def read_model_config(
     Raises:
         ModelError: There is no such model, or its weights are quantized.
     """
-    start = f"{key}: {given!r}"
     name = resolve_pretrained(given, key)
+    hf_config = _read_config(name, trust_remote_code, key)
+    if quantization := getattr(hf_config, "quantization_config", None):
+        raise ModelError(
+            f"{key}: {given!r}: its weights are already quantized ({get_quantization_method(quantization)}); "
+            "use the original model, which adapter.quantize=nf4 stores in 4 bits"
+        )
+    return name, hf_config
+
+
+def _read_config(name: str, trust_remote_code: bool, key: str) -> PretrainedConfig:
+    """Return the config of a model; see read_model_config."""
     try:
         with use_hub_or_cache(key, name, ModelError):
-            hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            hf_config: PretrainedConfig = AutoConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code
+            )
+            return hf_config
     except (OSError, *CONFIG_ERRORS) as error:
         hint = "" if Path(name).is_dir() else "; nor is there a folder of that name"
         if "custom code" in str(error):
             hint += "; set model.trust_remote_code=true to run it"
-        raise ModelError(f"{start}: {_get_reason(error)}{hint}") from None
-    if quantization := getattr(hf_config, "quantization_config", None):
-        raise ModelError(
-            f"{start}: its weights are already quantized ({get_quantization_method(quantization)}); use the "
-            "original model, which adapter.quantize=nf4 stores in 4 bits"
-        )
-    return name, hf_config
+        raise ModelError(f"{key}: {name!r}: {_get_reason(error)}{hint}") from None
 
 
 def _choose_class(hf_config: PretrainedConfig, gives_scores: bool) -> Any:
     return get_reward_model_class(hf_config) if gives_scores else AutoModelForCausalLM
 
 
-def load_stored_model(
-    given: str, trust_remote_code: bool, key: str, dtype: torch.dtype | None = None
-) -> PreTrainedModel:
-    """Return a language model with the weights of a folder or of the hub, on the CPU.
+def load_stored_model(given: str, trust_remote_code: bool, key: str) -> PreTrainedModel:
+    """Return a language model of a folder or of the hub with its weights, in their dtype, on the CPU.
 
     Args:
         given: Folder or hub name.
         trust_remote_code: Whether Python code of the model may run.
         key: Option that has the name, for messages.
-        dtype: Dtype of the weights; `None`: the one in which they are stored, by the model's config.json.
 
     Raises:
         ModelError: There is no such model, it is no language model, or its weights cannot be read, do not fit
@@ -503,38 +507,32 @@ def load_stored_model(
         hf_config,
         AutoModelForCausalLM,
         start=(key, given),
-        dtype="auto" if dtype is None else dtype,
+        dtype="auto",
         attn_implementation=resolve_attention_name("auto", hf_config),
         trust_remote_code=trust_remote_code,
     )
     return model
 
 
-def build_empty_model(
-    given: str, trust_remote_code: bool, key: str, has_weights: bool = True
-) -> PreTrainedModel:
+def build_empty_model(name: str, trust_remote_code: bool, key: str) -> PreTrainedModel:
     """Return the model that a folder or the hub describes on the meta device, with its generation config.
 
     Args:
-        given: Folder or hub name.
+        name: Folder, which may lack weights, or hub name.
         trust_remote_code: Whether Python code of the model may run.
         key: Option that has the name, for messages.
-        has_weights: Whether it must have weights, too; the folder of a run only describes its model.
 
     Raises:
         ModelError: There is no such model, or it is no language model.
     """
-    if not has_weights:
-        with torch.device("meta"):
-            return build_from_description(Path(given), CausalLMConfig(trust_remote_code=trust_remote_code))
-    name, hf_config = read_model_config(given, trust_remote_code, key)
+    hf_config = _read_config(name, trust_remote_code, key)
     try:
         with torch.device("meta"), no_init_weights():
             model: PreTrainedModel = get_model_class(hf_config).from_config(
                 hf_config, dtype=hf_config.dtype, trust_remote_code=trust_remote_code
             )
     except (OSError, *CONFIG_ERRORS) as error:
-        raise ModelError(f"{key}: {given!r}: {_get_reason(error)}") from None
+        raise ModelError(f"{key}: {name!r}: {_get_reason(error)}") from None
     with suppress(OSError), use_hub_or_cache(key, name, ModelError):
         model.generation_config = GenerationConfig.from_pretrained(name)
     return model

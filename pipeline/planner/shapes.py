@@ -293,27 +293,24 @@ def check_pretrained(config: RunConfig) -> None:
         read_pretrained_config(config.model.pretrained_from)
 
 
-def read_pretrained_config(
-    given: str, key: str = "model.pretrained", file: str = "config.json"
-) -> dict[str, Any]:
+def read_pretrained_config(given: str, key: str = "model.pretrained") -> dict[str, Any]:
     """Return config.json of a model's folder, or of a model on the hub.
 
     Args:
         given: Folder or hub name.
         key: Key of the recipe, or option, that has the name, for messages.
-        file: Name of another file to return, which has a JSON object.
 
     Raises:
         ModelError: The file does not exist, or is no JSON object.
     """
     try:
-        found = json.loads(_read_model_file(given, file, key))
+        found = json.loads(_read_model_file(given, "config.json", key))
     except (ValueError, RecursionError) as error:
         raise ModelError(
-            f"{key}: {given!r}: {file} is no JSON ({summarize_error(error)}); download the model again"
+            f"{key}: {given!r}: config.json is no JSON ({summarize_error(error)}); download the model again"
         ) from None
     if not isinstance(found, dict):
-        raise ModelError(f"{key}: {given!r}: {file} is no JSON object; download the model again")
+        raise ModelError(f"{key}: {given!r}: config.json is no JSON object; download the model again")
     return found
 
 

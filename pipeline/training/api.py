@@ -487,11 +487,7 @@ def evaluate(
 
 
 def evaluate_source(source: ModelSource) -> dict[str, float]:
-    """Evaluate the checkpoint of a source on its run's data; see `evaluate`.
-
-    Raises:
-        ConfigError: The source is no run.
-    """
+    """Evaluate the checkpoint of a source on its run's data; see `evaluate`."""
     run = source.run
     if run is None:
         raise ConfigError(

@@ -305,7 +305,7 @@ BAD = {
     bad_weights: "the weights do not fit the model; missing: model.norm.weight; give weights and",
     bad_tokenizer: "has no tokenizer; name the one that the model was trained with",
     bad_adapter_without_base: "names no base (base_model_name_or_path); name it: --base FOLDER_OR_HUB_NAME",
-    bad_adapter_with_lost_base: "whose base cannot be opened: /nowhere/at/all does not exist; give ",
+    bad_adapter_with_lost_base: "whose base cannot be opened: /nowhere/at/all does not exist; expected ",
     bad_adapter_over_wide_base: "does not fit its base: ",
     bad_adapter_over_short_base: "has tensors that no layer takes: base_model.model.model.layers.1.",
     bad_adapter_over_adapter: "is an adapter, too; merge that first: ",
@@ -331,7 +331,7 @@ def test_a_bad_source_is_one_line(made, tmp_path, call, make):
     [
         (
             ["generate", "./nope", "--prompt", "x"],
-            "SOURCE: ./nope does not exist; give a run directory, one of ",
+            "SOURCE: ./nope does not exist; expected a run directory (with ",
         ),
         (
             ["generate", "runs/nope", "--prompt", "x"],
@@ -359,7 +359,7 @@ def test_a_bad_source_is_one_line(made, tmp_path, call, make):
             ["generate", "{made}/base", "data.x=1", "--prompt", "x"],
             "is no run, so it has no recipe; the only key ",
         ),
-        (["generate", "{made}/base", "model.trust_remote_code=3", "--prompt", "x"], "expected true or false"),
+        (["generate", "{made}/base", "model.trust_remote_code=3", "--prompt", "x"], "trust_remote_code=true"),
         (
             ["generate", "{made}/base", "--prompt", "x", "--top-p", "0"],
             "--top-p 0.0: expected a number above 0",
