@@ -12,6 +12,7 @@ from pipeline.config.recipe import NO_IMPORT_PATHS
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.errors import PipelineError
+from pipeline.evaluation.sources import ModelSource, open_source
 from pipeline.planner.shapes import check_pretrained
 
 PATH_OR_NAME = "a path, or the name of a shipped file"
@@ -61,6 +62,21 @@ def add_source_arguments(parser: argparse.ArgumentParser, is_required: bool = Tr
         "--base",
         metavar="MODEL",
         help="base of an adapter's folder, if it is not where the folder's adapter_config.json says",
+    )
+
+
+def open_argument_source(arguments: argparse.Namespace) -> ModelSource:
+    """Return the model that the arguments of `add_source_arguments` and `add_overrides` name.
+
+    Raises:
+        PipelineError: See `open_source`.
+    """
+    return open_source(
+        arguments.source,
+        arguments.step,
+        arguments.overrides,
+        base=arguments.base,
+        import_paths=not arguments.no_import_paths,
     )
 
 

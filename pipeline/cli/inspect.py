@@ -10,12 +10,16 @@ import argparse
 import logging
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cli.inputs import add_recipe_arguments, add_source_arguments, read_recipe
+from pipeline.cli.inputs import (
+    add_recipe_arguments,
+    add_source_arguments,
+    open_argument_source,
+    read_recipe,
+)
 from pipeline.config.data_schema import DocumentsConfig
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
-from pipeline.evaluation.sources import open_source
 from pipeline.monitoring.logs import log_to_console
 
 if TYPE_CHECKING:
@@ -24,10 +28,10 @@ if TYPE_CHECKING:
 
 HELP = "show a recipe's data as the model would get it, or a trained model"
 DESCRIPTION = """\
-Show a language model: its architecture, size, tokenizer, end tokens and chat template. Show the training data
-of a run, or with --config of a recipe, after preparing it if needed. For text: number and lengths of
-documents, exact copies, padding, and rows in which the tokens that count in the loss are marked. For images:
-classes and the first micro-batch."""
+Show a language model: its architecture, size, end tokens and chat template. Show the training data of a run,
+or with --config of a recipe, after preparing it if needed. For text: number and lengths of documents, exact
+copies, padding, and rows in which the tokens that count in the loss are marked. For images: classes and the
+first micro-batch."""
 AFTER_INTERRUPT = ""  # `pipeline/__main__.py` prints nothing more than "stopped"
 
 
@@ -53,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
         PipelineError: The recipe or an argument is invalid, or the model or data cannot be read.
     """
     log_to_console(Ranks(0, 0, 1, 1))
-    if arguments.config is not None and arguments.source is not None and "=" in arguments.source:
+    if arguments.config is not None and "=" in (arguments.source or ""):
         arguments.overrides.insert(0, arguments.source)  # argparse takes the first override for the source
         arguments.source = None
     if (arguments.config is None) == (arguments.source is None):
@@ -71,13 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         config = read_recipe(arguments)
         _inspect_data(screen, config, prepare_data(config.data), arguments.samples)
         return
-    source = open_source(
-        arguments.source,
-        arguments.step,
-        arguments.overrides,
-        base=arguments.base,
-        import_paths=not arguments.no_import_paths,
-    )
+    source = open_argument_source(arguments)
     if source.run is None or source.run.config.model.language_model is not None:
         inspect_view.show_model(screen, source)
     if source.run is not None:

@@ -334,7 +334,7 @@ EXAMPLE = ({"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", 
 
 
 def show_model(screen: Screen, source: ModelSource) -> None:
-    """Show the size, tokenizer, end tokens and chat template of a language model. Weights are not read.
+    """Show the size, end tokens and chat template of a language model. Weights are not read.
 
     Raises:
         PipelineError: The model's config or its tokenizer cannot be read, or it is no language model.
@@ -360,7 +360,6 @@ def show_model(screen: Screen, source: ModelSource) -> None:
         ["precision", str(model.dtype).removeprefix("torch.") if whole.run is None else whole.run.precision],
         ["positions", "no limit" if positions is None else f"{positions:,}"],
         ["vocabulary", f"{model.config.get_text_config().vocab_size:,} rows, {len(tokenizer):,} tokens"],
-        ["tokenizer", f"{type(tokenizer).__name__}, {type(tokenizer.backend_tokenizer.model).__name__}"],
         ["end tokens", ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in end_ids)],
     ]
     screen.table(["source", name], rows, text_columns=["source", name])

@@ -196,10 +196,10 @@ def open_source(
         )
     trusts = bool(overrides)
     name = path.resolve().name if path.exists() else given
-    adapter = path if path.exists() else _download_adapter(given)
-    if (adapter / ADAPTER_CONFIG).exists():
-        opened = _open_base(adapter, base, overrides)
-        return ModelSource(name, "adapter", str(adapter), base=opened, trust_remote_code=trusts)
+    folder = _find_folder(given)
+    if (folder / ADAPTER_CONFIG).exists():
+        opened = _open_base(folder, base, overrides)
+        return ModelSource(name, "adapter", str(folder), base=opened, trust_remote_code=trusts)
     if base is not None:
         raise ConfigError(f"--base {base}: {given} is no adapter (no {ADAPTER_CONFIG}); remove --base")
     if read_pretrained_config(given, KEY).get("quantization_config"):
@@ -222,26 +222,26 @@ def _open_base(folder: Path, base: str | None, overrides: Sequence[str]) -> Mode
             "name it: --base FOLDER_OR_HUB_NAME"
         )
     try:
-        opened = open_source(named, overrides=overrides)
+        if (_find_folder(named) / ADAPTER_CONFIG).exists():
+            merge = format_pipeline_command("export", named, "OUT", "--merge")
+            raise ModelError(f"{named} is an adapter, too; merge that first: {merge}, then --base OUT")
+        return open_source(named, overrides=overrides)
     except PipelineError as error:
         advice = "" if base else f"; it is from {ADAPTER_CONFIG}, and --base FOLDER_OR_HUB_NAME names another"
         reason = summarize_error(error, 600).removeprefix(f"{KEY}: ")
         raise ModelError(f"{folder} is an adapter whose base cannot be opened: {reason}{advice}") from None
-    if opened.base is not None:
-        raise ModelError(
-            f"{KEY}: {folder} is an adapter whose base, {opened.location}, is an adapter, too; merge that "
-            f"first: {format_pipeline_command('export', opened.location, 'OUT', '--merge')}, then --base OUT"
-        )
-    return opened
 
 
-def _download_adapter(name: str) -> Path:
-    """Return the folder with those files of a repository on the hub that an adapter has."""
+def _find_folder(given: str) -> Path:
+    """Return a path, or the folder with the files that an adapter on the hub has, if it is one."""
+    path = Path(given).expanduser()
+    if path.exists() or is_path(given):
+        return path
     from huggingface_hub import snapshot_download
 
-    with use_hub_or_cache(KEY, name, ModelError), suppress(OSError, ValueError):
-        return Path(snapshot_download(name, allow_patterns=list(ADAPTER_FILES)))
-    return Path(name)  # there is none, and read_pretrained_config says why
+    with use_hub_or_cache(KEY, given, ModelError), suppress(OSError, ValueError):
+        return Path(snapshot_download(given, allow_patterns=list(ADAPTER_FILES)))
+    return path  # there is no such name, and read_pretrained_config says why
 
 
 def find_end_ids(module: Any, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

@@ -18,6 +18,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,14 +233,14 @@ def _read_folder(path: Path) -> PeftFolder:
     return PeftFolder(path, config, tensors)
 
 
-def apply_peft_folder(model: nn.Module, folder: Path) -> Any:
+def apply_peft_folder(model: Any, folder: Path) -> Any:
     """Put the adapter of a folder on a model as peft does, and return peft's wrapper of the model.
 
     Adapters that peft puts into layers are supported, such as LoRA with `rank_pattern` or a bias. The layers
     are added to `model` itself.
 
     Args:
-        model: Base of the adapter. Its embeddings get as many rows as the adapter's have.
+        model: Base of the adapter, of transformers. Its embeddings get as many rows as the adapter's have.
         folder: Folder with CONFIG_FILE and WEIGHTS_FILE; see check_peft_folder.
 
     Raises:
@@ -247,17 +248,14 @@ def apply_peft_folder(model: nn.Module, folder: Path) -> Any:
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
-    file = SafetensorsFiles({folder / WEIGHTS_FILE: None}, str(folder))
-    entries = file.entries
-    file.close()
+    with closing(SafetensorsFiles({folder / WEIGHTS_FILE: None}, str(folder))) as file:
+        entries = file.entries
     advice = "give the base that the adapter was trained on: --base FOLDER_OR_HUB_NAME"
-    get_embedding: Any = getattr(model, "get_input_embeddings", lambda: None)
-    embedding = get_embedding()
-    names = [name for name, module in model.named_modules() if module is embedding]
-    for name in names:
-        entry = entries.get(f"{PEFT_PREFIX}{name}.weight")
-        if entry is not None and entry.shape[0] > len(embedding.weight):
-            model.resize_token_embeddings(entry.shape[0], mean_resizing=False)  # type: ignore[operator]
+    embedding = model.get_input_embeddings()
+    (name,) = (name for name, module in model.named_modules() if module is embedding)
+    entry = entries.get(f"{PEFT_PREFIX}{name}.weight")
+    if entry is not None and entry.shape[0] > len(embedding.weight):
+        model.resize_token_embeddings(entry.shape[0], mean_resizing=False)
     device = next(model.parameters()).device
     try:
         config = PeftConfig.from_pretrained(str(folder))
