@@ -9,7 +9,15 @@ import re
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 TokenLimit = Annotated[int, Field(ge=1, lt=2**31)]
@@ -103,6 +111,14 @@ class TextOptions(Options):
     def _list_prompts(cls, value: Any) -> Any:
         is_one = isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int)
         return [value] if is_one else value
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> TextOptions:
+        if self.echo and (self.num_logprobs or 0) > 1:
+            raise ApiError(
+                "logprobs: with echo, give 0 or 1, as the prompt has one likeliest token", "logprobs"
+            )
+        return self
 
 
 AnyOptions = ChatOptions | TextOptions

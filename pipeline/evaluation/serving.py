@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from socket import socket
 from typing import Any, NamedTuple
@@ -43,30 +43,44 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 log = logging.getLogger(__name__)
 
 
+_Tokens = list[tuple[GeneratedToken, int]]
+"""Tokens with the offset of each in the text of its row."""
+
+
 class _Piece(NamedTuple):
     """Further text of a row. The last one has the reason of the end."""
 
     index: int  # of the row
     text: str
-    tokens: list[tuple[GeneratedToken, int]]  # with the offset of each in the row's text
+    tokens: _Tokens
     finish_reason: str | None
 
 
 class _Request:
-    """A request with its rows, and the pieces that the device's thread passes to the server's."""
+    """A request with its rows, and the pieces that the device's thread passes to the server's.
 
-    def __init__(self, options: AnyOptions, model_name: str) -> None:
+    Raises:
+        DataError: The temperature is too close to 0, or an id is outside of the vocabulary.
+        ModelError: A prompt and `max_tokens` exceed the model's positions.
+    """
+
+    def __init__(self, options: AnyOptions, prompts: list[list[int]], model: LoadedModel) -> None:
         self.options = options
         self.is_chat = isinstance(options, ChatOptions)
-        self.rows: list[_Row] = []
+        self.has_echo = isinstance(options, TextOptions) and options.echo
         self.has_left = False  # whether the client has
         self.pieces: asyncio.Queue[_Piece | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        kind = "text_completion"
-        if self.is_chat:
-            kind = "chat.completion.chunk" if options.stream else "chat.completion"
-        answer_id = f"cmpl-{secrets.token_hex(16)}"
-        self.head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model_name}
+        max_tokens = options.max_tokens or DEFAULT_CHAT_TOKENS
+        if options.max_tokens is None and model.max_positions is not None:
+            max_tokens = max(1, min(max_tokens, model.max_positions - len(prompts[0])))
+        given = options.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"})
+        settings = GenerationSettings(max_tokens, num_logprobs=options.num_logprobs, **given)
+        check_prompts(model.engine.module, prompts, [settings] * len(prompts))
+        self.rows: list[_Row] = []
+        for prompt in prompts:
+            for sample in range(options.n):
+                self.rows.append(_Row(self, prompt, replace(settings, sample=sample), model))
 
     def post(self, item: _Piece | Exception) -> None:
         """Pass on a piece, or why there is none."""
@@ -86,56 +100,62 @@ class _Request:
         self.pieces.put_nowait(ClientDisconnect())
 
 
-@dataclass(eq=False)
 class _Row:
     """One text to generate. The device's thread calls its methods."""
 
-    request: _Request
-    index: int
-    prompt: list[int]
-    settings: GenerationSettings
-    stream: TextStream
-    places: TextStream  # decodes all tokens, also those of the echo and of stop strings
-    echo: str | None  # text of the prompt, if it is shown before the answer
-    num_generated: int = 0
-    _num_decoded: int = 0  # characters
-    _num_shown: int = 0  # characters
-    _tokens: list[tuple[GeneratedToken, int]] = field(default_factory=list)  # not shown yet
+    def __init__(
+        self, request: _Request, prompt: list[int], settings: GenerationSettings, model: LoadedModel
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.settings = settings
+        self.num_generated = 0
+        self._index = len(request.rows)
+        before = () if request.is_chat else prompt  # which the text continues
+        self._stream = TextStream(
+            model.tokenizer, end_ids=model.end_ids, stop=request.options.stop, prompt_ids=before
+        )
+        # Decodes all tokens, also those of the prompt and of stop strings.
+        self._places = TextStream(model.tokenizer, prompt_ids=() if request.has_echo else before)
+        self._num_decoded = 0  # characters
+        self._num_shown = 0  # characters
+        self._tokens: _Tokens = []  # not shown yet
 
-    def show_prompt(self, echo: str, scores: ScoredTokens | None) -> None:
+    def show_prompt(self, scores: ScoredTokens | None) -> None:
         """Show the prompt, with the scores of its tokens after the first."""
-        self._add(GeneratedToken(self.prompt[0], None, ()))
+        text = self._add(GeneratedToken(self.prompt[0], None, ()))
         if scores is not None:
             tops = zip(scores.top_ids, scores.top_logprobs, strict=True)
             for token_id, logprob, top in zip(self.prompt[1:], scores.logprobs, tops, strict=True):
-                self._add(GeneratedToken(token_id, logprob, (top,)))
-        self._show(echo)
+                text += self._add(GeneratedToken(token_id, logprob, (top,)))
+        self._show(text)
 
     def push(self, token: GeneratedToken) -> bool:
         """Show what a token adds to the text; return whether the text ends with it."""
         self.num_generated += 1
         self._add(token)
-        text = self.stream.push(token.id)
+        text = self._stream.push(token.id)
         if self.num_generated == self.settings.max_new_tokens:
-            text += self.stream.finish()
-        is_end = self.stream.finish_reason is not None
+            text += self._stream.finish()
+        is_end = self._stream.finish_reason is not None
         if text or is_end:
             self._show(text)
         return is_end
 
-    def _add(self, token: GeneratedToken) -> None:
-        if self.settings.num_logprobs is not None:
-            self._tokens.append((token, self._num_decoded))
-            self._num_decoded += len(self.places.push(token.id))
+    def _add(self, token: GeneratedToken) -> str:
+        self._tokens.append((token, self._num_decoded))
+        text = self._places.push(token.id)
+        self._num_decoded += len(text)
+        return text
 
     def _show(self, text: str) -> None:
         """Pass on text, with the tokens that begin in it."""
         self._num_shown += len(text)
         end = self._num_shown
-        if self.stream.finish_reason is not None and self._num_decoded <= end:
+        if self._stream.finish_reason is not None and self._num_decoded <= end:
             end += 1  # tokens without text are shown, too, unless a stop string was cut off
         number = sum(offset < end for _, offset in self._tokens)
-        self.request.post(_Piece(self.index, text, self._tokens[:number], self.stream.finish_reason))
+        self.request.post(_Piece(self._index, text, self._tokens[:number], self._stream.finish_reason))
         del self._tokens[:number]
 
 
@@ -193,34 +213,33 @@ class Service:
         if options.model not in (None, *self._names):
             message = f"there is no model {options.model!r}; this server has {self._names[0]!r}"
             raise ApiError(message, "model", "model_not_found", 404)
-        request = _Request(options, self._names[0])
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._encoding, self._encode, options)
-        self._add_rows(request, prompts)
+        request = _Request(options, prompts, self._model)
         if options.stream:
             return StreamingResponse(self._stream(request), media_type="text/event-stream")
         watch = asyncio.create_task(request.watch(http))
-        texts = {row.index: _Piece(row.index, "", [], None) for row in request.rows}
+        texts = [_Piece(index, "", [], None) for index in range(len(request.rows))]
         async for piece in self._generate(request):
             before = texts[piece.index]
             texts[piece.index] = piece._replace(
                 text=before.text + piece.text, tokens=before.tokens + piece.tokens
             )
         watch.cancel()
-        choices = [self._write_choice(request, text) for text in texts.values()]
-        return JSONResponse(request.head | {"choices": choices, "usage": request.count_tokens()})
+        choices = [self._write_choice(request, text) for text in texts]
+        return JSONResponse(self._make_head(request) | {"choices": choices, "usage": request.count_tokens()})
 
     async def _stream(self, request: _Request) -> AsyncIterator[str]:
         """Yield the answer as server-sent events. An error ends them."""
+        head = self._make_head(request)
 
         def write(*choices: dict[str, Any], **fields: Any) -> str:
-            event = request.head | {"choices": choices} | fields
-            return f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+            return f"data: {json.dumps(head | {'choices': choices} | fields, ensure_ascii=False)}\n\n"
 
         try:
-            for row in request.rows if request.is_chat else ():
+            for index in range(len(request.rows) if request.is_chat else 0):
                 role = {"role": "assistant", "content": ""}
-                yield write({"index": row.index, "delta": role, "finish_reason": None})
+                yield write({"index": index, "delta": role, "finish_reason": None})
             async for piece in self._generate(request):
                 yield write(self._write_choice(request, piece))
             if request.options.stream_options.get("include_usage"):
@@ -266,43 +285,6 @@ class Service:
             self._chat = None
             raise
 
-    def _add_rows(self, request: _Request, prompts: Sequence[list[int]]) -> None:
-        """Add the rows of a request: `n` for each prompt.
-
-        Raises:
-            DataError: The temperature is too close to 0, or an id is outside of the vocabulary.
-            ModelError: A prompt and `max_tokens` exceed the model's positions.
-        """
-        options = request.options
-        end_ids = self._model.end_ids
-        tokenizer = self._model.tokenizer
-        max_tokens = options.max_tokens or DEFAULT_CHAT_TOKENS
-        if options.max_tokens is None and self._model.max_positions is not None:
-            max_tokens = max(1, min(max_tokens, self._model.max_positions - len(prompts[0])))
-        given = options.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"})
-        settings = GenerationSettings(max_tokens, num_logprobs=options.num_logprobs, **given)
-        check_prompts(self._model.engine.module, prompts, [settings] * len(prompts))
-        for ids in prompts:
-            before = () if request.is_chat else ids  # tokens that the text continues
-            echo = None
-            if isinstance(options, TextOptions) and options.echo:
-                if (options.num_logprobs or 0) > 1:
-                    raise ApiError(
-                        "logprobs: with echo, the prompt has one likeliest token; give 0 or 1", "logprobs"
-                    )
-                echo = tokenizer.decode(ids, skip_special_tokens=True)
-            for sample in range(options.n):
-                row = _Row(
-                    request=request,
-                    index=len(request.rows),
-                    prompt=ids,
-                    settings=replace(settings, sample=sample),
-                    stream=TextStream(tokenizer, end_ids=end_ids, stop=options.stop, prompt_ids=before),
-                    places=TextStream(tokenizer, prompt_ids=before if echo is None else ()),
-                    echo=echo,
-                )
-                request.rows.append(row)
-
     def _run_batches(self) -> None:
         """Generate the rows that wait. Runs in the device's thread."""
         while self._waiting:
@@ -320,7 +302,7 @@ class Service:
     def _run_batch(self, rows: Sequence[_Row]) -> None:
         """Score the prompts that are shown, and generate the texts."""
         model = self._model
-        scored = [row for row in rows if row.echo is not None and len(row.prompt) > 1]
+        scored = [row for row in rows if row.request.has_echo and len(row.prompt) > 1]
         longest = max((len(row.prompt) for row in scored), default=1)
         requests = [(row.prompt[:1], row.prompt[1:]) for row in scored]
         size = longest * self._max_batch
@@ -329,8 +311,8 @@ class Service:
         )
         scores_of_row = dict(zip(scored, scores, strict=True))
         for row in rows:
-            if row.echo is not None:
-                row.show_prompt(row.echo, scores_of_row.get(row))
+            if row.request.has_echo:
+                row.show_prompt(scores_of_row.get(row))
 
         def on_token(index: int, token: GeneratedToken) -> bool:
             self._num_generated += 1
@@ -338,6 +320,13 @@ class Service:
 
         if rows:
             model.engine.generate([row.prompt for row in rows], [row.settings for row in rows], on_token)
+
+    def _make_head(self, request: _Request) -> dict[str, Any]:
+        kind = "text_completion"
+        if request.is_chat:
+            kind = "chat.completion.chunk" if request.options.stream else "chat.completion"
+        answer_id = f"cmpl-{secrets.token_hex(16)}"
+        return {"id": answer_id, "object": kind, "created": int(time.time()), "model": self._names[0]}
 
     def _write_choice(self, request: _Request, piece: _Piece) -> dict[str, Any]:
         """Return a text, or a part of one, in OpenAI's form."""
@@ -352,7 +341,7 @@ class Service:
             body["logprobs"] = write(piece.tokens)
         return {"index": piece.index, **body, "finish_reason": piece.finish_reason}
 
-    def _write_chat_logprobs(self, tokens: list[tuple[GeneratedToken, int]]) -> dict[str, Any]:
+    def _write_chat_logprobs(self, tokens: _Tokens) -> dict[str, Any]:
         def write(token_id: int, logprob: float | None) -> dict[str, Any]:
             text = self._decode(token_id)
             raw = None if INCOMPLETE in text else list(text.encode())
@@ -365,7 +354,7 @@ class Service:
         ]
         return {"content": content}
 
-    def _write_text_logprobs(self, tokens: list[tuple[GeneratedToken, int]]) -> dict[str, Any]:
+    def _write_text_logprobs(self, tokens: _Tokens) -> dict[str, Any]:
         tops = []
         for token, _ in tokens:
             # The token itself is added, as by OpenAI. If two tokens have one text, the likelier counts.
