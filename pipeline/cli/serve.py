@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="port; 0: any free one (default: 8000)")
     add("--api-key-env", metavar="NAME", help="environment variable with the key that clients must send")
-    add(
-        "--max-batch", type=int, default=16, metavar="N", help="texts generated at once at most (default: 16)"
-    )
+    add("--max-batch", type=int, default=16, metavar="N", help="most texts generated at once (default: 16)")
     text = "vllm: print vLLM's command for an exported folder, and run it where vLLM is installed"
     add("--engine", choices=("torch", "vllm"), default="torch", help=text)
     add_overrides(parser, argparse.SUPPRESS)
@@ -95,8 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     name = arguments.name or source.name
     if arguments.engine == "vllm":
         _run_vllm(source, name, arguments, api_key)
-    for module in ("starlette", "uvicorn"):
-        require_package(module, "serve")
+    require_package("uvicorn", "serve")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:  # before minutes are spent on loading the model
         listener = socket.create_server((host, arguments.port), family=family, backlog=1024)
@@ -119,11 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _run_vllm(source: ModelSource, name: str, arguments: argparse.Namespace, api_key: str | None) -> None:
-    """Print vLLM's command, and become vLLM.
-
-    Raises:
-        ConfigError: vLLM is not installed, or the source must be exported first.
-    """
+    """Print vLLM's command, and become vLLM if it is installed and reads the source."""
     if source.kind not in ("folder", "hub"):
         has_adapter = source.run is None or source.run.config.adapter is not None
         command = format_pipeline_command("export", arguments.source, "FOLDER", f"--step={arguments.step}")

@@ -9,33 +9,21 @@ import re
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+TokenIds = Annotated[list[int], Field(min_length=1)]
 TokenLimit = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_LOGPROBS = 20  # likeliest tokens at each position
 WITHOUT_EFFECT = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Fields that are accepted, and change nothing."""
 UNSUPPORTED = {
-    "best_of": 1,
     "frequency_penalty": 0,
-    "length_penalty": 1,
     "logit_bias": {},
-    "modalities": ["text"],
     "parallel_tool_calls": True,
     "presence_penalty": 0,
-    "repetition_penalty": 1,
     "response_format": {"type": "text"},
     "store": False,
-    "suffix": "",
 }
 """Fields that are not supported, with the value that asks for nothing."""
 
@@ -57,6 +45,12 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def _make_list(value: Any) -> Any:
+    """Return a list with a value that stands for itself: a text, or a text's ids."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int)
+    return [value] if is_one else value
+
+
 class Options(BaseModel):
     """Fields of both endpoints."""
 
@@ -72,12 +66,7 @@ class Options(BaseModel):
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=128)
     seed: int = Field(default_factory=lambda: secrets.randbits(63), ge=-(2**63), lt=2**63)
-    stop: list[str] = Field([], max_length=32)
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _make_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    stop: Annotated[list[str], BeforeValidator(_make_list)] = Field([], max_length=32)
 
 
 class ChatOptions(Options):
@@ -101,24 +90,10 @@ class ChatOptions(Options):
 class TextOptions(Options):
     """Fields of /v1/completions."""
 
-    prompt: list[str | Annotated[list[int], Field(min_length=1)]] = Field(min_length=1)
+    prompt: Annotated[list[str | TokenIds], BeforeValidator(_make_list)] = Field(min_length=1)
     max_tokens: TokenLimit | None = 16
     echo: bool = False
     num_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, alias="logprobs")
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _list_prompts(cls, value: Any) -> Any:
-        is_one = isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int)
-        return [value] if is_one else value
-
-    @model_validator(mode="after")
-    def _check_echo(self) -> TextOptions:
-        if self.echo and (self.num_logprobs or 0) > 1:
-            raise ApiError(
-                "logprobs: with echo, give 0 or 1, as the prompt has one likeliest token", "logprobs"
-            )
-        return self
 
 
 AnyOptions = ChatOptions | TextOptions

@@ -41,8 +41,6 @@ DEFAULT_CHAT_TOKENS = 4096  # or up to the end of the context, if that is nearer
 STOP_SECONDS = 3  # for answers that are being written when the server stops
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 log = logging.getLogger(__name__)
-
-
 _Tokens = list[tuple[GeneratedToken, int]]
 """Tokens with the offset of each in the text of its row."""
 
@@ -50,24 +48,21 @@ _Tokens = list[tuple[GeneratedToken, int]]
 class _Piece(NamedTuple):
     """Further text of a row. The last one has the reason of the end."""
 
-    index: int  # of the row
+    row: int
     text: str
     tokens: _Tokens
     finish_reason: str | None
 
 
 class _Request:
-    """A request with its rows, and the pieces that the device's thread passes to the server's.
-
-    Raises:
-        DataError: The temperature is too close to 0, or an id is outside of the vocabulary.
-        ModelError: A prompt and `max_tokens` exceed the model's positions.
-    """
+    """A request with its rows, and the pieces that the device's thread passes to the server's."""
 
     def __init__(self, options: AnyOptions, prompts: list[list[int]], model: LoadedModel) -> None:
         self.options = options
         self.is_chat = isinstance(options, ChatOptions)
         self.has_echo = isinstance(options, TextOptions) and options.echo
+        if self.has_echo and (options.num_logprobs or 0) > 1:
+            raise ApiError("logprobs: with echo give 0 or 1, as a prompt has one likeliest token", "logprobs")
         self.has_left = False  # whether the client has
         self.pieces: asyncio.Queue[_Piece | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -93,12 +88,6 @@ class _Request:
         generated = sum(row.num_generated for row in self.rows)
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
-    async def watch(self, request: Request) -> None:
-        """Wait until the client leaves, and then end the answer."""
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self.pieces.put_nowait(ClientDisconnect())
-
 
 class _Row:
     """One text to generate. The device's thread calls its methods."""
@@ -111,52 +100,46 @@ class _Row:
         self.settings = settings
         self.num_generated = 0
         self._index = len(request.rows)
+        self._model = model
         before = () if request.is_chat else prompt  # which the text continues
         self._stream = TextStream(
             model.tokenizer, end_ids=model.end_ids, stop=request.options.stop, prompt_ids=before
         )
-        # Decodes all tokens, also those of the prompt and of stop strings.
-        self._places = TextStream(model.tokenizer, prompt_ids=() if request.has_echo else before)
-        self._num_decoded = 0  # characters
         self._num_shown = 0  # characters
-        self._tokens: _Tokens = []  # not shown yet
+        self._tokens: _Tokens = []  # whose text is not shown yet
 
     def show_prompt(self, scores: ScoredTokens | None) -> None:
         """Show the prompt, with the scores of its tokens after the first."""
-        text = self._add(GeneratedToken(self.prompt[0], None, ()))
+        tokens = [GeneratedToken(self.prompt[0], None, ())]
         if scores is not None:
             tops = zip(scores.top_ids, scores.top_logprobs, strict=True)
-            for token_id, logprob, top in zip(self.prompt[1:], scores.logprobs, tops, strict=True):
-                text += self._add(GeneratedToken(token_id, logprob, (top,)))
+            columns = zip(self.prompt[1:], scores.logprobs, tops, strict=True)
+            tokens += [GeneratedToken(token_id, logprob, (top,)) for token_id, logprob, top in columns]
+        stream = TextStream(self._model.tokenizer)
+        text = ""
+        for token in tokens:
+            self._tokens.append((token, len(text)))
+            text += stream.push(token.id)
         self._show(text)
 
     def push(self, token: GeneratedToken) -> bool:
         """Show what a token adds to the text; return whether the text ends with it."""
         self.num_generated += 1
-        self._add(token)
+        self._tokens.append((token, self._num_shown))
         text = self._stream.push(token.id)
         if self.num_generated == self.settings.max_new_tokens:
             text += self._stream.finish()
-        is_end = self._stream.finish_reason is not None
-        if text or is_end:
-            self._show(text)
-        return is_end
+        reason = self._stream.finish_reason
+        if reason == "stop" and not text and token.id not in self._model.end_ids:
+            self._tokens = []  # they are a stop string
+        if text or reason is not None:
+            self._show(text, reason)
+        return reason is not None
 
-    def _add(self, token: GeneratedToken) -> str:
-        self._tokens.append((token, self._num_decoded))
-        text = self._places.push(token.id)
-        self._num_decoded += len(text)
-        return text
-
-    def _show(self, text: str) -> None:
-        """Pass on text, with the tokens that begin in it."""
+    def _show(self, text: str, finish_reason: str | None = None) -> None:
+        self.request.post(_Piece(self._index, text, self._tokens, finish_reason))
         self._num_shown += len(text)
-        end = self._num_shown
-        if self._stream.finish_reason is not None and self._num_decoded <= end:
-            end += 1  # tokens without text are shown, too, unless a stop string was cut off
-        number = sum(offset < end for _, offset in self._tokens)
-        self.request.post(_Piece(self._index, text, self._tokens[:number], self._stream.finish_reason))
-        del self._tokens[:number]
+        self._tokens = []
 
 
 class Service:
@@ -203,7 +186,7 @@ class Service:
 
     async def _show_models(self, request: Request) -> Response:
         _check_client(request, self._api_key)
-        card = {"id": self._names[0], "object": "model", "created": 0, "owned_by": "ds-pipeline"}
+        card = {"id": self._names[0], "object": "model", "created": 0, "owned_by": "pipeline"}
         return JSONResponse({"object": "list", "data": [card]})
 
     async def _answer(self, kind: type[AnyOptions], http: Request) -> Response:
@@ -218,14 +201,15 @@ class Service:
         request = _Request(options, prompts, self._model)
         if options.stream:
             return StreamingResponse(self._stream(request), media_type="text/event-stream")
-        watch = asyncio.create_task(request.watch(http))
         texts = [_Piece(index, "", [], None) for index in range(len(request.rows))]
         async for piece in self._generate(request):
-            before = texts[piece.index]
-            texts[piece.index] = piece._replace(
+            if await http.is_disconnected():
+                request.has_left = True
+                raise ClientDisconnect
+            before = texts[piece.row]
+            texts[piece.row] = piece._replace(
                 text=before.text + piece.text, tokens=before.tokens + piece.tokens
             )
-        watch.cancel()
         choices = [self._write_choice(request, text) for text in texts]
         return JSONResponse(self._make_head(request) | {"choices": choices, "usage": request.count_tokens()})
 
@@ -249,11 +233,7 @@ class Service:
             yield f"data: {json.dumps(_to_api_error(error).body)}\n\n"
 
     async def _generate(self, request: _Request) -> AsyncIterator[_Piece]:
-        """Let the rows be generated, and yield their pieces until the last row has ended.
-
-        Raises:
-            Exception: The rows cannot be generated, or the client has left.
-        """
+        """Let the rows be generated, and yield their pieces until the last row has ended."""
         self._waiting.extend(request.rows)
         self._device.submit(self._run_batches)
         num_open = len(request.rows)
@@ -274,7 +254,7 @@ class Service:
         tokenizer = self._model.tokenizer
         if isinstance(options, TextOptions):
             texts = options.prompt
-            prompts = [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in texts]
+            prompts = [each if isinstance(each, list) else tokenizer(each)["input_ids"] for each in texts]
             return [ids or [tokenizer.eos_token_id] for ids in prompts]  # an empty text: a new document
         assert isinstance(options, ChatOptions)
         tools = options.tools if options.tool_choice == "auto" else None
@@ -292,34 +272,34 @@ class Service:
             batch = [self._waiting.popleft() for _ in range(size)]
             self._running = [row for row in batch if not row.request.has_left]
             try:
-                self._run_batch(self._running)
+                self._show_prompts([row for row in self._running if row.request.has_echo])
+                prompts = [row.prompt for row in self._running]
+                if prompts:
+                    settings = [row.settings for row in self._running]
+                    self._model.engine.generate(prompts, settings, self._on_token)
             except Exception as error:
                 failure = _to_api_error(error)
                 for row in self._running:
                     row.request.post(failure)
             self._running = []
 
-    def _run_batch(self, rows: Sequence[_Row]) -> None:
-        """Score the prompts that are shown, and generate the texts."""
+    def _on_token(self, index: int, token: GeneratedToken) -> bool:
+        self._num_generated += 1
+        row = self._running[index]
+        return row.request.has_left or row.push(token)
+
+    def _show_prompts(self, rows: Sequence[_Row]) -> None:
+        """Score the tokens of prompts after the first, and show the prompts."""
         model = self._model
-        scored = [row for row in rows if row.request.has_echo and len(row.prompt) > 1]
-        longest = max((len(row.prompt) for row in scored), default=1)
-        requests = [(row.prompt[:1], row.prompt[1:]) for row in scored]
+        requests = [(row.prompt[:1], row.prompt[1:]) for row in rows if len(row.prompt) > 1]
+        longest = max((len(row.prompt) for row in rows), default=1)
         size = longest * self._max_batch
         scores = score_continuations(
             model.engine, model.call, self._job, requests, max_tokens=longest, tokens_per_batch=size
         )
-        scores_of_row = dict(zip(scored, scores, strict=True))
+        found = iter(scores)
         for row in rows:
-            if row.request.has_echo:
-                row.show_prompt(scores_of_row.get(row))
-
-        def on_token(index: int, token: GeneratedToken) -> bool:
-            self._num_generated += 1
-            return rows[index].request.has_left or rows[index].push(token)
-
-        if rows:
-            model.engine.generate([row.prompt for row in rows], [row.settings for row in rows], on_token)
+            row.show_prompt(next(found) if len(row.prompt) > 1 else None)
 
     def _make_head(self, request: _Request) -> dict[str, Any]:
         kind = "text_completion"
@@ -339,7 +319,7 @@ class Service:
         if request.options.num_logprobs is not None:
             write = self._write_chat_logprobs if request.is_chat else self._write_text_logprobs
             body["logprobs"] = write(piece.tokens)
-        return {"index": piece.index, **body, "finish_reason": piece.finish_reason}
+        return {"index": piece.row, **body, "finish_reason": piece.finish_reason}
 
     def _write_chat_logprobs(self, tokens: _Tokens) -> dict[str, Any]:
         def write(token_id: int, logprob: float | None) -> dict[str, Any]:
@@ -377,9 +357,6 @@ def _check_client(request: Request, api_key: str | None) -> None:
     """Check the API key. If there is none, check the names by which a browser calls this machine.
 
     Otherwise any web page could use the server, also by a name of its own that points to this machine.
-
-    Raises:
-        ApiError: The key or a name is wrong.
     """
     if api_key is not None:
         given = request.headers.get("authorization", "")
