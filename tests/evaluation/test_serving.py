@@ -144,8 +144,10 @@ def test_a_stop_string_ends_the_text_and_is_never_shown(client, length):
         answer = complete(client, temperature=0, max_tokens=20, stop=stops, logprobs=0).choices[0]
         assert (answer.text, answer.finish_reason) == (expected, "stop")
         assert all(offset < len(expected) for offset in answer.logprobs.text_offset)
-        chunks = list(complete(client, temperature=0, max_tokens=20, stop=stops, stream=True))
+        chunks = list(complete(client, temperature=0, max_tokens=20, stop=stops, logprobs=0, stream=True))
         assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+        offsets = [offset for chunk in chunks for offset in chunk.choices[0].logprobs.text_offset]
+        assert offsets == answer.logprobs.text_offset
     usage = complete(client, temperature=0, max_tokens=20, stop=stop).usage
     assert usage.completion_tokens < 20
 
