@@ -161,7 +161,8 @@ class Service:
         self._names = names
         self._max_batch = max_batch
         self._api_key = api_key
-        self._chat: ChatFormat | None = None
+        # Forks a process, which is safe before there are threads.
+        self._chat = ChatFormat(model.tokenizer) if model.tokenizer.chat_template else None
         model.tokenizer("")  # sets its options now, and not while another thread uses it
         self._encoding = ThreadPoolExecutor(1, "encoding")  # a text of megabytes takes seconds
         self._device = ThreadPoolExecutor(1, "device")
@@ -253,9 +254,9 @@ class Service:
         """Return the ids of the prompts. Runs in a thread of its own."""
         tokenizer = self._model.tokenizer
         if isinstance(options, TextOptions):
-            texts = options.prompt
-            prompts = [each if isinstance(each, list) else tokenizer(each)["input_ids"] for each in texts]
-            return [ids or [tokenizer.eos_token_id] for ids in prompts]  # an empty text: a new document
+            given = options.prompt
+            rows = [tokenizer(p, verbose=False)["input_ids"] if isinstance(p, str) else p for p in given]
+            return [ids or [tokenizer.eos_token_id] for ids in rows]  # an empty text: a new document
         assert isinstance(options, ChatOptions)
         tools = options.tools if options.tool_choice == "auto" else None
         self._chat = self._chat or ChatFormat(tokenizer)
