@@ -18,7 +18,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.errors import CommandLineParser, PipelineError, report_errors
 
@@ -133,8 +133,12 @@ def main(folder: Path) -> None:
             instructions.append(chat(f"Which module has {each.name}?", f"It is in {each.module}."))
         if len(each.arguments) <= LONGEST // 2:
             signatures.append(chat(*call(each)))
-    files = {"instructions": instructions, "signatures": signatures, "preferences": preferences}
-    files["calls"] = list(choose_calls(asked))
+    files: dict[str, list[Any]] = {
+        "instructions": instructions,
+        "signatures": signatures,
+        "preferences": preferences,
+        "calls": list(choose_calls(asked)),
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for title, rows in files.items():

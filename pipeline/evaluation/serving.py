@@ -38,6 +38,7 @@ from pipeline.evaluation.sources import LoadedModel
 from pipeline.models.generation import GeneratedToken, GenerationSettings, check_prompts
 
 DEFAULT_CHAT_TOKENS = 4096  # or up to the end of the context, if that is nearer
+MAX_BODY_BYTES = 2**24
 STOP_SECONDS = 3  # for answers that are being written when the server stops
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 log = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ class Service:
     async def _answer(self, kind: type[AnyOptions], http: Request) -> Response:
         """Answer a POST, whole or as a stream."""
         _check_client(http, self._api_key)
-        options = parse_request(await http.body(), kind)
+        options = parse_request(await _read_body(http), kind)
         if options.model not in (None, *self._names):
             message = f"there is no model {options.model!r}; this server has {self._names[0]!r}"
             raise ApiError(message, "model", "model_not_found", 404)
@@ -369,6 +370,16 @@ def _check_client(request: Request, api_key: str | None) -> None:
         if re.sub(r":\d+$", "", name.lower()) not in LOOPBACK_NAMES:
             message = f"without an API key, {name[:200]!r} is not answered; set --api-key-env"
             raise ApiError(message, code="unknown_host", status=403)
+
+
+async def _read_body(request: Request) -> bytes:
+    """Return the body of a request, and refuse one that is too large before it fills the memory."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(f"the request has more than {MAX_BODY_BYTES:,} bytes; send less", status=413)
+    return bytes(body)
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:

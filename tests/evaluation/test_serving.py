@@ -307,6 +307,7 @@ PLAIN = {"model": "assistant", "prompt": TEXT}
     ("path", "body", "status", "param", "words"),
     [
         ("chat", b"{", 400, None, "no valid JSON"),
+        ("chat", b" " * (2**24 + 1), 413, None, "more than 16,777,216 bytes"),
         ("chat", b"\xff", 400, None, "no valid JSON"),
         ("chat", b'{"temperature": NaN}', 400, None, "no valid JSON"),
         ("chat", b"[" * 100_000, 400, None, "no valid JSON"),
