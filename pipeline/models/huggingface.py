@@ -14,7 +14,6 @@ transformers' sequence classification, so that transformers can open an export.
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -495,8 +494,7 @@ def load_stored_model(given: str, trust_remote_code: bool, key: str) -> PreTrain
         ModelError: There is no such model, it is no language model, or its weights cannot be read, do not fit
             or are quantized.
     """
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     name, hf_config = read_model_config(given, trust_remote_code, key)
     if choose_auto_class(hf_config.to_dict()) != "AutoModelForCausalLM":
         raise ModelError(
