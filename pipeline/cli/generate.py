@@ -5,22 +5,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.cli.inputs import add_overrides, add_source_arguments, report_file_errors
+from pipeline.cli.inputs import (
+    add_overrides,
+    add_source_arguments,
+    open_argument_source,
+    report_file_errors,
+)
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, DataError, escape_unprintable
-from pipeline.evaluation.sources import open_source
 from pipeline.files import MAX_DESCRIPTION_BYTES, read_regular_file
 from pipeline.monitoring.logs import log_to_console
+
+if TYPE_CHECKING:
+    from pipeline.models.generation import GenerationSettings
 
 HELP = "let a language model write text"
 DESCRIPTION = """\
 Print a prompt and its continuation by a language model. A model that was trained on conversations (data.kind:
 chat, or preference with a chat template), or a folder with a chat template, gets the prompt as a user's
-message; then only its answer is printed. For each conversation of a .jsonl file, one line of JSON is printed:
-the conversation with its answer."""
+message; then only its answer is printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--messages",
         metavar="FILE",
         help="conversation to answer: a JSON list of messages with role and content, or an object with "
-        "`messages`; several in a .jsonl file; - for stdin",
+        "`messages`; - for stdin",
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt or conversation")
     add_generation_arguments(parser)
-    parser.add_argument(
-        "--samples", type=int, default=1, metavar="N", help="number of texts for each prompt (default: 1)"
-    )
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="number of texts (default: 1)")
     # Keys of data, eval, loader and batch are accepted as in `evaluate`, but few have an effect here.
     add_overrides(parser, argparse.SUPPRESS)
 
@@ -63,19 +65,27 @@ def add_generation_arguments(parser: argparse.ArgumentParser, max_new_tokens: in
     )
 
 
-def check_generation_arguments(arguments: argparse.Namespace) -> None:
-    """Raise a ConfigError if a value of `add_generation_arguments` is out of its range."""
-    for name, is_allowed, expected in (
-        ("max_new_tokens", arguments.max_new_tokens >= 1, "1 or more"),
-        ("temperature", 0 <= arguments.temperature <= 100, "a number from 0 to 100"),
-        ("top_k", arguments.top_k >= 0, "0 or more; 0 draws from all tokens"),
-        ("top_p", 0 < arguments.top_p <= 1, "a number above 0, and 1 at most"),
-        ("min_p", 0 <= arguments.min_p <= 1, "a number from 0 to 1"),
-        ("seed", 0 <= arguments.seed < 2**32, "0 to 2^32 - 1"),
-    ):
-        if not is_allowed:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} {getattr(arguments, name)}: expected {expected}")
+def read_generation_settings(arguments: argparse.Namespace) -> GenerationSettings:
+    """Return the settings that the options of `add_generation_arguments` give.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+    from pipeline.models.generation import GenerationSettings
+
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    try:
+        return GenerationSettings(**{name: getattr(arguments, name) for name in names})
+    except DataError as error:
+        raise ConfigError("--" + str(error).replace("_", "-")) from None
+
+
+def check_is_text(name: str, text: str) -> None:
+    """Raise a ConfigError if a text that was typed is not UTF-8; Python reads such bytes as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name}: not UTF-8; set the terminal to UTF-8 (LANG=C.UTF-8)") from None
 
 
 @report_file_errors()
@@ -86,84 +96,40 @@ def run(arguments: argparse.Namespace) -> None:
         PipelineError: An argument is out of range, or the model cannot be found, read or used.
     """
     log_to_console(Ranks(0, 0, 1, 1))
-    check_generation_arguments(arguments)
     if arguments.samples < 1:
         raise ConfigError(f"--samples {arguments.samples}: expected 1 or more")
-    for name in ("prompt", "system"):
-        if any(
-            "\ud800" <= letter <= "\udfff" for letter in getattr(arguments, name) or ""
-        ):  # lone surrogates
-            raise ConfigError(f"--{name}: not UTF-8; set the terminal to UTF-8 (LANG=C.UTF-8)")
-    prompts: list[Any] = [arguments.prompt]
-    are_lines = False
-    if arguments.messages is not None:
-        prompts, are_lines = _read_conversations(arguments.messages)
-    if arguments.system is not None:
-        prompts = [_add_system_message(prompt, arguments.system) for prompt in prompts]
-    source = open_source(
-        arguments.source,
-        arguments.step,
-        arguments.overrides,
-        base=arguments.base,
-        import_paths=not arguments.no_import_paths,
-    )
-    from pipeline.models.generation import GenerationSettings
+    prompt: Any = arguments.prompt
+    if prompt is None:
+        prompt = _read_conversation(arguments.messages)
+    else:
+        check_is_text("--prompt", prompt)
+    source = open_argument_source(arguments)
+    settings = read_generation_settings(arguments)
     from pipeline.training.api import generate_from_source
 
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-    settings = GenerationSettings(**{name: getattr(arguments, name) for name in names})
-    texts = generate_from_source(source, prompts, settings, arguments.stop, arguments.samples)
-    for row, samples in zip(prompts, texts, strict=True):
-        for number, text in enumerate(samples, start=1):
-            if are_lines:
-                answered = [*row["messages"], {"role": "assistant", "content": text}]
-                print(json.dumps(row | {"messages": answered}), flush=True)
-                continue
-            if len(samples) > 1:
-                print(f"--- sample {number} of {len(samples)} ---")
-            print(escape_unprintable(text), flush=True)
+    texts = generate_from_source(source, prompt, settings, arguments.stop, arguments.samples)
+    for number, text in enumerate(texts, start=1):
+        if len(texts) > 1:
+            print(f"--- sample {number} of {len(texts)} ---")
+        print(escape_unprintable(text), flush=True)
 
 
-def _read_conversations(file: str) -> tuple[list[dict[str, Any]], bool]:
-    """Return the rows of a file, each with `messages`, and whether it has one row in each line.
+def _read_conversation(file: str) -> dict[str, Any]:
+    """Return the conversation of a file as an object with `messages`.
 
     Raises:
         DataError: The file has no conversation, or is no JSON.
         OSError: The file cannot be read.
     """
-    name = "--messages -" if file == "-" else f"--messages {file}"
     content = sys.stdin.buffer.read() if file == "-" else read_regular_file(file, MAX_DESCRIPTION_BYTES)
-    are_lines = Path(file).suffix == ".jsonl"
-    pieces = [line for line in content.splitlines() if line.strip()] if are_lines else [content]
-    rows = []
-    for number, piece in enumerate(pieces, start=1):
-        where = f"{name}, line {number}" if are_lines else name
-        try:
-            found = json.loads(piece)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{where} is no JSON: {error}; several conversations need a .jsonl file"
-            ) from None
-        row = found if isinstance(found, dict) else {"messages": found}
-        messages = row.get("messages")
-        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise DataError(
-                f'{where}: expected messages, such as [{{"role": "user", "content": "Hi!"}}], or an object '
-                "with `messages`"
-            )
-        rows.append(row)
-    if not rows:
-        raise DataError(f"{name} has no conversation; write one in each line")
-    return rows, are_lines
-
-
-def _add_system_message(prompt: str | dict[str, Any], text: str) -> dict[str, Any]:
-    """Return a conversation that begins with a system message.
-
-    Raises:
-        ConfigError: It has one already.
-    """
-    row = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else prompt
-    if row["messages"][0].get("role") == "system":
-        raise ConfigError("--system: the conversation begins with a system message already; give one of them")
-    return row | {"messages": [{"role": "system", "content": text}, *row["messages"]]}
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"--messages {file} is no JSON: {error}") from None
+    row = found if isinstance(found, dict) else {"messages": found}
+    if not isinstance(row.get("messages"), list):
+        raise DataError(
+            f'--messages {file}: expected messages, such as [{{"role": "user", "content": "Hi!"}}], or an '
+            "object with `messages`"
+        )
+    return row

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -13,10 +15,8 @@ from pipeline.data.template_encoder import TemplateEncoder, get_template_variabl
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import DataError
 
-INCOMPLETE = "\ufffd"
-"""Character that a decoder writes for bytes that are no character, or not yet."""
+INCOMPLETE = "\ufffd"  # character that a decoder writes for bytes that are no character, or not yet
 MESSAGES = "messages"  # location of a conversation in error messages
-SYSTEM_ADVICE = "leave the system message out, or write it into the user's first message"
 REASONING_OPENED = re.compile(rf"(?:{REASONING_TAGS.pattern})\s*\Z")
 _PROBE = Conversation([{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "!"}])
 
@@ -51,11 +51,7 @@ class ChatFormat:
         )
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
-        """Return the ids of a conversation up to the start of the next answer; see `write`."""
-        return self.encode(self.write(messages, tools))
-
-    def write(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        """Return the text of a conversation up to the start of the next answer, with marks for `encode`.
+        """Return the ids of a conversation up to the start of the next answer.
 
         Args:
             messages: Messages with `role` (system, user, assistant or tool) and `content` (text).
@@ -66,35 +62,16 @@ class ChatFormat:
                 leaves out a system message.
             ConfigError: The template does not end in time, takes too much memory, or writes too much text.
         """
-        row = {"messages": list(map(dict, messages)), "tools": tools}
+        row = {"messages": list(messages), "tools": tools}
         conversation = self._encoder.escape(read_conversation(MESSAGES, row, "messages"))
+        texts = self._template.write([(MESSAGES, conversation, True)])
         others = [turn for turn in conversation.turns if turn["role"] != "system"]
-        without_system = None
         if len(others) < len(conversation.turns):
-            without_system = self._try_write(Conversation(others, conversation.tools))
-        try:
-            (text,) = self._template.write([(MESSAGES, conversation, True)])
-        except DataError as error:
-            if without_system is None:
-                raise
-            reason = str(error).partition("the conversation: ")[2]
-            raise DataError(
-                f"the chat template refuses a system message: {reason}; {SYSTEM_ADVICE}"
-            ) from None
-        if text == without_system:
-            raise DataError(f"the chat template does not write a system message; {SYSTEM_ADVICE}")
-        return text
-
-    def _try_write(self, conversation: Conversation) -> str | None:
-        """Return the text of a conversation; `None` if the template refuses it."""
-        try:
-            return self._template.write([(MESSAGES, conversation, True)])[0]
-        except DataError:
-            return None
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that `write` returned."""
-        return self._encoder.encode_marked(text)[0]
+            with suppress(DataError):  # the template may refuse them
+                texts += self._template.write([(MESSAGES, replace(conversation, turns=others), True)])
+            if texts[1:] == texts[:1]:
+                raise DataError("the chat template does not write a system message; leave it out")
+        return self._encoder.encode_marked(texts[0])[0]
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
@@ -103,14 +80,11 @@ class ChatFormat:
         after_answer = text[text.rfind(_PROBE.turns[-1]["content"]) :]
         end = self._encoder.special_pattern.search(after_answer)
         tokens = [self._template.turn_stop, end[0] if end else None]
-        return frozenset(i for token in tokens if token for i in self.encode(token))
+        return frozenset(i for token in tokens if token for i in self._encoder.encode_marked(token)[0])
 
 
 def find_opened_reasoning(prompt: str) -> str:
-    """Return the tag of reasoning, such as `<think>` and a line break, that ends a prompt; empty for none.
-
-    The answer to such a prompt begins inside of the model's reasoning.
-    """
+    """Return the tag, such as `<think>`, by which a prompt begins the answer's reasoning; empty for none."""
     match = REASONING_OPENED.search(prompt)
     return match[0] if match else ""
 
@@ -122,10 +96,8 @@ class TextStream:
     are the decoded answer up to its first stop string. The text has no end tokens, no stop strings, and no
     special tokens other than tags of reasoning.
 
-    A decoder's text depends on the tokens before: the first word loses its space. So each token is decoded
-    after the previous ones, as by DecodeStream of the tokenizers library. If bytes of a byte fallback are no
-    character, that class raises an exception, and decoding all tokens loses the characters before these
-    bytes. Here such bytes are written as U+FFFD, and nothing else is.
+    The class does what DecodeStream of the tokenizers library does, but for bytes that are no character. That
+    class raises an exception there; here such bytes are written as U+FFFD.
 
     Args:
         tokenizer: Tokenizer of transformers.
@@ -158,11 +130,11 @@ class TextStream:
             for token_id, token in self._core.get_added_tokens_decoder().items()
             if token.special and not REASONING_TAGS.fullmatch(token.content.replace("/", "", 1))
         }
-        self._end_ids = frozenset(end_ids)
-        self._stop = tuple(stop)
-        self._ids = [i for i in prompt_ids if i not in self._hidden_ids]  # that the next text depends on
-        self._text = self._decode()  # of these ids, as far as it has been read
-        self._num_read = len(self._ids)
+        self._end_ids = end_ids
+        self._stop = stop
+        self._ids = [i for i in prompt_ids if i not in self._hidden_ids]
+        self._num_read = len(self._ids)  # number of the ids whose text has been read; they precede the rest
+        self._read_text = self._decode()
         self._held = ""  # text that has been read, and may be the beginning of a stop string
 
     def push(self, token_id: int) -> str:
@@ -170,17 +142,16 @@ class TextStream:
         if self.finish_reason is not None:
             return ""
         if token_id in self._end_ids:
-            return self._end("stop")
+            return self.finish("stop")
         if token_id in self._hidden_ids:
             return ""
         self._ids.append(token_id)
         return self._release(self._read(is_end=False), is_end=False)
 
-    def finish(self) -> str:
-        """Return the rest of the text after the last token; afterwards `finish_reason` is not `None`."""
-        return self._end("length") if self.finish_reason is None else ""
-
-    def _end(self, reason: Literal["stop", "length"]) -> str:
+    def finish(self, reason: Literal["stop", "length"] = "length") -> str:
+        """Return the rest of the text, and set `finish_reason`: to "stop" if a stop string is found."""
+        if self.finish_reason is not None:
+            return ""
         text = self._release(self._read(is_end=True), is_end=True)
         self.finish_reason = self.finish_reason or reason
         return text
@@ -189,22 +160,21 @@ class TextStream:
         return str(self._core.decode(self._ids, skip_special_tokens=False))
 
     def _read(self, is_end: bool) -> str:
-        """Return the text of new tokens, up to the first character that is not complete."""
+        """Return the text of new ids once their last character is complete."""
+        # A word's text depends on the ids before it: the first word of a text may lose its space.
         text = self._decode()
-        if not text.startswith(self._text):
-            # The byte fallback's decoder rewrites characters if the bytes after them are none.
+        if not text.startswith(self._read_text):  # a byte fallback rewrites characters before invalid bytes
             del self._ids[: self._num_read]
             self._num_read = 0
-            self._text = ""
+            self._read_text = ""
             text = self._decode()
-        complete = text if is_end else text.rstrip(INCOMPLETE)
-        new_text = complete[len(self._text) :]
+        if text.endswith(INCOMPLETE) and not is_end:
+            return ""
+        new_text = text[len(self._read_text) :]
         if new_text:
-            self._text = complete
-        if new_text and complete == text:
             del self._ids[: self._num_read]
             self._num_read = len(self._ids)
-            self._text = self._decode()
+            self._read_text = self._decode()
         return new_text
 
     def _release(self, new_text: str, is_end: bool) -> str:
@@ -215,13 +185,8 @@ class TextStream:
             _, start = min(found)
             self.finish_reason = "stop"
             return text[:start]
-        longest = max(map(len, self._stop), default=1)
-        starts = range(max(0, len(text) - longest + 1), len(text))
-        held = len(text)
-        if not is_end:
-            held = next((start for start in starts if self._may_stop_at(text, start)), len(text))
-        self._held = text[held:]
-        return text[:held]
-
-    def _may_stop_at(self, text: str, start: int) -> bool:
-        return any(stop.startswith(text[start:]) for stop in self._stop)
+        starts = () if is_end else range(len(text))
+        begins_stop = (start for start in starts if any(stop.startswith(text[start:]) for stop in self._stop))
+        end = next(begins_stop, len(text))
+        self._held = text[end:]
+        return text[:end]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.config.data_schema import DataConfig
@@ -63,7 +64,10 @@ def sample_text(generator: TextGenerator, data: DataBundle, config: RunConfig) -
     if ids is None:
         if prompt is None:
             prompt = DEFAULT_QUESTION if has_conversations else DEFAULT_PROMPT
-        ids = _tokenize_prompt(tokenizer, prompt, uses_chat_template(config.data, tokenizer))
+        if uses_chat_template(config.data, tokenizer):
+            ids = ChatFormat(tokenizer).render([{"role": "user", "content": prompt}])
+        else:
+            ids = encode_text(tokenizer, prompt)
     settings = GenerationSettings(config.sample.max_new_tokens, TEMPERATURE, TOP_K, seed=config.seed)
     return _generate_sample(generator, tokenizer, ids, settings)
 
@@ -110,91 +114,82 @@ def build_text_sampler(
 
 Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, messages of a conversation with `role` and `content`, or an object with `messages` and `tools`."""
-ROWS_PER_BATCH = 16
 
 
 def generate_texts(
     generator: TextGenerator,
     tokenizer: Any,
-    prompts: Sequence[Prompt],
+    prompt: Prompt,
     settings: GenerationSettings,
     *,
     is_conversational: bool,
     end_ids: Collection[int] = (),
     stop: Sequence[str] = (),
     num_samples: int = 1,
-) -> list[list[str]]:
-    """Return texts for each prompt: with its continuation, or the answer to a conversation. Collective.
+) -> list[str]:
+    """Return texts for a prompt: with its continuation, or the answers to a conversation. Collective.
 
     Args:
         generator: Engine with the model.
         tokenizer: Tokenizer of the model.
-        prompts: Texts to continue, and conversations to answer.
-        settings: Settings for the choice of each token. Where a prompt leaves the model fewer positions than
-            `max_new_tokens`, as many tokens are generated.
+        prompt: Text to continue, or conversation to answer.
+        settings: Settings for the choice of each token. Fewer than `max_new_tokens` are generated if the
+            prompt leaves the model fewer positions.
         is_conversational: Whether a text is a user's message to answer; see uses_chat_template.
         end_ids: Ids that end a text, besides those of the model's generation config.
         stop: Strings that end a text, and are not part of it.
-        num_samples: Number of texts for each prompt.
+        num_samples: Number of texts.
 
     Raises:
-        ModelError: A prompt fills the model's context, or the model cannot generate.
-        DataError: The chat template is missing, is not valid Jinja or refuses a conversation.
+        ModelError: The prompt fills the model's context, or the model cannot generate.
+        DataError: The chat template is missing, is not valid Jinja or refuses the conversation.
     """
-    chat: ChatFormat | None = None
-    max_positions = get_max_positions(generator.module)
-    rows: list[tuple[list[int], GenerationSettings]] = []
-    streams: list[TextStream] = []
-    for prompt in prompts:
-        context: list[int] = []
-        if isinstance(prompt, str) and not is_conversational:
-            ids = context = _tokenize_prompt(tokenizer, prompt, False)
-        else:
-            chat = chat or ChatFormat(tokenizer)
-            row: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
-            if isinstance(prompt, str):
-                row = {"messages": [{"role": "user", "content": prompt}]}
-            ids = chat.render(row["messages"], row.get("tools"))
-        if max_positions is not None and len(ids) >= max_positions:
-            raise ModelError(
-                f"the prompt has {len(ids):,} tokens, and the model takes {max_positions:,} together with "
-                "the generated ones: shorten it"
-            )
-        room = settings.max_new_tokens if max_positions is None else max_positions - len(ids)
-        max_new_tokens = min(settings.max_new_tokens, room)
-        for sample in range(num_samples):
-            rows.append((ids, replace(settings, max_new_tokens=max_new_tokens, sample=sample)))
-            streams.append(TextStream(tokenizer, end_ids=end_ids, stop=stop, prompt_ids=context))
-    texts = [""] * len(rows)
-    for first in range(0, len(rows), ROWS_PER_BATCH):
+    continued = prompt if isinstance(prompt, str) and not is_conversational else None
+    if continued is not None:
+        ids = encode_text(tokenizer, continued)
+    else:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        row = messages if isinstance(messages, Mapping) else {"messages": messages}
+        ids = ChatFormat(tokenizer).render(row["messages"], row.get("tools"))
+    settings = limit_length(settings, ids, get_max_positions(generator.module))
+    context = [] if continued is None else ids
+    make_stream = partial(TextStream, tokenizer, end_ids=end_ids, stop=stop, prompt_ids=context)
+    streams = [make_stream() for _ in range(num_samples)]
+    texts = [""] * num_samples
 
-        def add_token(row: int, token: GeneratedToken, first: int = first) -> bool:
-            texts[first + row] += streams[first + row].push(token.id)
-            return streams[first + row].finish_reason is not None
+    def add_token(sample: int, token: GeneratedToken) -> bool:
+        texts[sample] += streams[sample].push(token.id)
+        return streams[sample].finish_reason is not None
 
-        batch = rows[first : first + ROWS_PER_BATCH]
-        generator.generate([ids for ids, _ in batch], [of_row for _, of_row in batch], add_token)
+    of_samples = [replace(settings, sample=sample) for sample in range(num_samples)]
+    generator.generate([ids] * num_samples, of_samples, add_token)
     texts = [text + stream.finish() for text, stream in zip(texts, streams, strict=True)]
-    results = []
-    for number, prompt in enumerate(prompts):
-        samples = texts[number * num_samples : (number + 1) * num_samples]
-        if isinstance(prompt, str) and not is_conversational:
-            results.append([prompt + text for text in samples])
-        else:
-            results.append([text.strip() for text in samples])
-    return results
+    return [text.strip() if continued is None else continued + text for text in texts]
 
 
-def _tokenize_prompt(tokenizer: Any, text: str, is_question: bool) -> list[int]:
-    """Return the ids of a prompt. A question is put into the chat template, up to the answer's start.
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text to continue; an empty text begins a new document."""
+    ids: list[int] = tokenizer(text)["input_ids"]
+    return ids or [tokenizer.eos_token_id]
+
+
+def limit_length(
+    settings: GenerationSettings, prompt_ids: Sequence[int], max_positions: int | None
+) -> GenerationSettings:
+    """Return the settings with no more new tokens than the model has positions after a prompt.
 
     Raises:
-        DataError: The template is not valid Jinja, or it refuses the question.
+        ModelError: There is no position for a new token.
     """
-    if is_question:
-        return ChatFormat(tokenizer).render([{"role": "user", "content": text}])
-    ids: list[int] = tokenizer(text)["input_ids"]
-    return ids or [tokenizer.eos_token_id]  # an empty prompt: the model begins a new document
+    if max_positions is None:
+        return settings
+    room = max_positions - len(prompt_ids)
+    if room < 1:
+        raise ModelError(
+            f"the prompt has {len(prompt_ids):,} tokens, and the model takes {max_positions:,} together with "
+            "the generated ones: shorten it"
+        )
+    return replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
 
 
 @tag_errors(Phase.GENERATION)
@@ -208,8 +203,7 @@ def _generate_sample(
     max_positions = get_max_positions(generator.module)
     if max_positions is not None:
         prompt_ids = prompt_ids[-max(1, max_positions - 1) :]
-        max_new_tokens = max(1, min(settings.max_new_tokens, max_positions - len(prompt_ids)))
-        settings = replace(settings, max_new_tokens=max_new_tokens)
+    settings = limit_length(settings, prompt_ids, max_positions)
     ids = [*prompt_ids, *generator.generate([prompt_ids], settings)[0]]
     # Decoded together with the prompt: alone, the first token may lose its space or be half a character.
     text = str(tokenizer.decode(ids, skip_special_tokens=True))

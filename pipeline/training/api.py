@@ -371,10 +371,10 @@ class Run:
         engine = self._parts.engine
         tokenizer = self._data.tokenizer
         with self._translate_failures(partial(advise_on_generation, max_new_tokens)):
-            texts = generate_texts(
-                engine, tokenizer, [prompt], settings, is_conversational=self._has_chat_template
+            (text,) = generate_texts(
+                engine, tokenizer, prompt, settings, is_conversational=self._has_chat_template
             )
-        return texts[0][0]
+        return text
 
     def sample(self) -> str | None:
         """Generate the recipe's sample (section `sample`). It is also stored in summary.json.
@@ -547,24 +547,24 @@ def generate(
     """
     settings = GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed)
     opened = open_source(source, step, overrides, base=base, import_paths=import_paths)
-    return generate_from_source(opened, [prompt], settings, stop)[0][0]
+    return generate_from_source(opened, prompt, settings, stop)[0]
 
 
 def generate_from_source(
     source: ModelSource,
-    prompts: Sequence[Prompt],
+    prompt: Prompt,
     settings: GenerationSettings,
     stop: Sequence[str] = (),
     num_samples: int = 1,
-) -> list[list[str]]:
-    """Return texts for each prompt by the language model of a source; see `generate` and generate_texts."""
+) -> list[str]:
+    """Return texts for a prompt by the language model of a source; see `generate` and generate_texts."""
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     with translate_device_failures(job.device, partial(advise_on_generation, settings.max_new_tokens)):
         model = source.load(job)
         return generate_texts(
             model.engine,
             model.tokenizer,
-            prompts,
+            prompt,
             settings,
             is_conversational=model.is_conversational,
             end_ids=model.end_ids,
