@@ -271,11 +271,7 @@ class Chat:
             _print_note(f"the answer was cut after {settings.max_new_tokens:,} tokens")
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], GenerationSettings]:
-        """Return the ids of a prompt and the settings of its answer.
-
-        The oldest messages are left out if they leave the answer fewer tokens than it may have, or than a
-        quarter of the model's positions.
-        """
+        """Return the ids of a prompt and the settings of its answer; too old messages are left out."""
         from pipeline.evaluation.samples import encode_text, limit_length
 
         settings = replace(self._settings, sample=self._sample)
@@ -283,6 +279,7 @@ class Chat:
         if self._format is None:
             ids = encode_text(self._model.tokenizer, messages[-1]["content"])
             return ids, limit_length(settings, ids, limit)
+        # An answer needs all its tokens, or a quarter of the model's positions.
         for num_left_out in range(0, len(messages), 2):
             ids = self._format.render([*self._system, *messages[num_left_out:]])
             if limit is None or len(ids) + min(settings.max_new_tokens, limit // 4) <= limit:

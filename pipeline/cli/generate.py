@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`messages`; - for stdin",
     )
     add_generation_arguments(parser)
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="number of texts (default: 1)")
     # Keys of data, eval, loader and batch are accepted as in `evaluate`, but few have an effect here.
     add_overrides(parser, argparse.SUPPRESS)
 
@@ -90,14 +89,12 @@ def check_is_text(name: str, text: str) -> None:
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
-    """Generate the texts and print them.
+    """Generate the text and print it.
 
     Raises:
         PipelineError: An argument is out of range, or the model cannot be found, read or used.
     """
     log_to_console(Ranks(0, 0, 1, 1))
-    if arguments.samples < 1:
-        raise ConfigError(f"--samples {arguments.samples}: expected 1 or more")
     prompt: Any = arguments.prompt
     if prompt is None:
         prompt = _read_conversation(arguments.messages)
@@ -107,11 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
     settings = read_generation_settings(arguments)
     from pipeline.training.api import generate_from_source
 
-    texts = generate_from_source(source, prompt, settings, arguments.stop, arguments.samples)
-    for number, text in enumerate(texts, start=1):
-        if len(texts) > 1:
-            print(f"--- sample {number} of {len(texts)} ---")
-        print(escape_unprintable(text), flush=True)
+    print(escape_unprintable(generate_from_source(source, prompt, settings, arguments.stop)))
 
 
 def _read_conversation(file: str) -> dict[str, Any]:

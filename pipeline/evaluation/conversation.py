@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from typing import Any, Literal
 
 from pipeline.data.chat_layouts import ASSISTANT, Conversation, read_conversation
@@ -18,7 +18,6 @@ from pipeline.errors import DataError
 INCOMPLETE = "\ufffd"  # character that a decoder writes for bytes that are no character, or not yet
 MESSAGES = "messages"  # location of a conversation in error messages
 REASONING_OPENED = re.compile(rf"(?:{REASONING_TAGS.pattern})\s*\Z")
-_PROBE = Conversation([{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "!"}])
 
 
 class ChatFormat:
@@ -37,20 +36,16 @@ class ChatFormat:
     def __init__(self, tokenizer: Any) -> None:
         from tokenizers import Tokenizer
 
-        template = tokenizer.chat_template
-        if isinstance(template, dict):  # several templates by name, as transformers allows
-            template = template.get("default")
-        if not template:
+        if not tokenizer.chat_template:
             raise DataError(
                 "the tokenizer has no chat template, so the model continues text and answers no messages"
             )
-        serialized = tokenizer.backend_tokenizer.to_str()
-        self._encoder = TemplateEncoder(lambda: Tokenizer.from_str(serialized))
-        self._template = TemplateProcess(
-            template, get_template_variables(tokenizer), self._encoder.special_tokens
-        )
+        self._encoder = TemplateEncoder(partial(Tokenizer.from_str, tokenizer.backend_tokenizer.to_str()))
+        variables = get_template_variables(tokenizer)
+        template = tokenizer.get_chat_template()
+        self._template = TemplateProcess(template, variables, self._encoder.special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
+    def render(self, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
         """Return the ids of a conversation up to the start of the next answer.
 
         Args:
@@ -62,7 +57,7 @@ class ChatFormat:
                 leaves out a system message.
             ConfigError: The template does not end in time, takes too much memory, or writes too much text.
         """
-        row = {"messages": list(messages), "tools": tools}
+        row = {"messages": messages, "tools": tools}
         conversation = self._encoder.escape(read_conversation(MESSAGES, row, "messages"))
         texts = self._template.write([(MESSAGES, conversation, True)])
         others = [turn for turn in conversation.turns if turn["role"] != "system"]
@@ -73,12 +68,12 @@ class ChatFormat:
                 raise DataError("the chat template does not write a system message; leave it out")
         return self._encoder.encode_marked(texts[0])[0]
 
-    @cached_property
+    @property
     def end_ids(self) -> frozenset[int]:
         """Special tokens that end an answer; empty if the template writes none after an answer."""
-        text = self._template.write([(MESSAGES, _PROBE)])[0]
-        after_answer = text[text.rfind(_PROBE.turns[-1]["content"]) :]
-        end = self._encoder.special_pattern.search(after_answer)
+        turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "!"}]
+        text = self._template.write([(MESSAGES, Conversation(turns))])[0]
+        end = self._encoder.special_pattern.search(text[text.rfind("!") :])
         tokens = [self._template.turn_stop, end[0] if end else None]
         return frozenset(i for token in tokens if token for i in self._encoder.encode_marked(token)[0])
 
@@ -94,10 +89,8 @@ class TextStream:
 
     A part is certain if its characters are complete and no stop string can begin in it. Together, the parts
     are the decoded answer up to its first stop string. The text has no end tokens, no stop strings, and no
-    special tokens other than tags of reasoning.
-
-    The class does what DecodeStream of the tokenizers library does, but for bytes that are no character. That
-    class raises an exception there; here such bytes are written as U+FFFD.
+    special tokens other than tags of reasoning. Bytes that are no character are written as U+FFFD;
+    DecodeStream of the tokenizers library would raise an exception.
 
     Args:
         tokenizer: Tokenizer of transformers.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.config.data_schema import DataConfig
@@ -112,11 +111,11 @@ def build_text_sampler(
     return report_sample
 
 
-Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+Prompt = str | list[dict[str, Any]] | dict[str, Any]
 """Text, messages of a conversation with `role` and `content`, or an object with `messages` and `tools`."""
 
 
-def generate_texts(
+def generate_text(
     generator: TextGenerator,
     tokenizer: Any,
     prompt: Prompt,
@@ -125,9 +124,8 @@ def generate_texts(
     is_conversational: bool,
     end_ids: Collection[int] = (),
     stop: Sequence[str] = (),
-    num_samples: int = 1,
-) -> list[str]:
-    """Return texts for a prompt: with its continuation, or the answers to a conversation. Collective.
+) -> str:
+    """Return a prompt with its continuation, or only the answer to a conversation. Collective.
 
     Args:
         generator: Engine with the model.
@@ -138,7 +136,6 @@ def generate_texts(
         is_conversational: Whether a text is a user's message to answer; see uses_chat_template.
         end_ids: Ids that end a text, besides those of the model's generation config.
         stop: Strings that end a text, and are not part of it.
-        num_samples: Number of texts.
 
     Raises:
         ModelError: The prompt fills the model's context, or the model cannot generate.
@@ -149,22 +146,20 @@ def generate_texts(
         ids = encode_text(tokenizer, continued)
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        row = messages if isinstance(messages, Mapping) else {"messages": messages}
+        row = messages if isinstance(messages, dict) else {"messages": messages}
         ids = ChatFormat(tokenizer).render(row["messages"], row.get("tools"))
     settings = limit_length(settings, ids, get_max_positions(generator.module))
     context = [] if continued is None else ids
-    make_stream = partial(TextStream, tokenizer, end_ids=end_ids, stop=stop, prompt_ids=context)
-    streams = [make_stream() for _ in range(num_samples)]
-    texts = [""] * num_samples
+    stream = TextStream(tokenizer, end_ids=end_ids, stop=stop, prompt_ids=context)
+    parts: list[str] = []
 
-    def add_token(sample: int, token: GeneratedToken) -> bool:
-        texts[sample] += streams[sample].push(token.id)
-        return streams[sample].finish_reason is not None
+    def add_token(_: int, token: GeneratedToken) -> bool:
+        parts.append(stream.push(token.id))
+        return stream.finish_reason is not None
 
-    of_samples = [replace(settings, sample=sample) for sample in range(num_samples)]
-    generator.generate([ids] * num_samples, of_samples, add_token)
-    texts = [text + stream.finish() for text, stream in zip(texts, streams, strict=True)]
-    return [text.strip() if continued is None else continued + text for text in texts]
+    generator.generate([ids], settings, add_token)
+    text = "".join(parts) + stream.finish()
+    return text.strip() if continued is None else continued + text
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

@@ -42,7 +42,7 @@ from pipeline.evaluation.samples import (
     TEMPERATURE,
     TOP_K,
     Prompt,
-    generate_texts,
+    generate_text,
     sample_text,
     uses_chat_template,
 )
@@ -371,10 +371,9 @@ class Run:
         engine = self._parts.engine
         tokenizer = self._data.tokenizer
         with self._translate_failures(partial(advise_on_generation, max_new_tokens)):
-            (text,) = generate_texts(
+            return generate_text(
                 engine, tokenizer, prompt, settings, is_conversational=self._has_chat_template
             )
-        return text
 
     def sample(self) -> str | None:
         """Generate the recipe's sample (section `sample`). It is also stored in summary.json.
@@ -547,21 +546,17 @@ def generate(
     """
     settings = GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed)
     opened = open_source(source, step, overrides, base=base, import_paths=import_paths)
-    return generate_from_source(opened, prompt, settings, stop)[0]
+    return generate_from_source(opened, prompt, settings, stop)
 
 
 def generate_from_source(
-    source: ModelSource,
-    prompt: Prompt,
-    settings: GenerationSettings,
-    stop: Sequence[str] = (),
-    num_samples: int = 1,
-) -> list[str]:
-    """Return texts for a prompt by the language model of a source; see `generate` and generate_texts."""
+    source: ModelSource, prompt: Prompt, settings: GenerationSettings, stop: Sequence[str]
+) -> str:
+    """Return a text by the language model of a source; see `generate` and generate_text."""
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     with translate_device_failures(job.device, partial(advise_on_generation, settings.max_new_tokens)):
         model = source.load(job)
-        return generate_texts(
+        return generate_text(
             model.engine,
             model.tokenizer,
             prompt,
@@ -569,7 +564,6 @@ def generate_from_source(
             is_conversational=model.is_conversational,
             end_ids=model.end_ids,
             stop=stop,
-            num_samples=num_samples,
         )
 
 
