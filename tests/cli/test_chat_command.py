@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -68,6 +69,18 @@ def test_a_pipe_gets_the_answers_alone(model):
         words, input=b"say 1\n\nand 2\n", capture_output=True, check=False, cwd=ROOT, env=make_environment()
     )
     assert (done.returncode, done.stdout.decode()) == (0, "ok 😀!\n<think>hm,\n</think>yes\n"), done.stderr
+
+
+def test_ctrl_c_in_a_pipe_ends_the_program(model):
+    words = [sys.executable, "-m", "pipeline", "chat", str(model), "--max-new-tokens", "4000"]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=make_environment()
+    ) as program:
+        program.stdin.write(b"3\n3\n")
+        program.stdin.flush()
+        assert program.stdout.read(4) == b"vwvw"
+        program.send_signal(signal.SIGINT)
+        assert program.wait(120) == 130
 
 
 def test_each_line_is_a_message_and_a_backslash_continues_it(model, chat):
@@ -203,9 +216,14 @@ def say(terminal, line):
     return read_to_prompt(terminal)
 
 
+def interrupt_input(terminal):
+    time.sleep(1)  # a signal before Python waits for a key is handled after the next key
+    terminal.type("\x03")
+
+
 def test_commands(model, open_terminal, tmp_path):
     terminal = open_terminal(model, "--temperature", "0")
-    assert terminal.banner.split("\n")[-1] == "talker, float32 on cpu; Ctrl-D ends, /help lists commands"
+    assert terminal.banner == "talker, float32 on cpu; Ctrl-D ends, /help lists commands"
     assert say(terminal, "/regenerate") == "error: /regenerate: there is no answer yet; write a message"
     assert say(terminal, "/save a.json") == "error: /save: there is no message yet"
     assert say(terminal, "1") == "ok 😀!"
@@ -261,14 +279,15 @@ def test_ctrl_c_stops_the_answer_and_then_the_program(model, open_terminal, tmp_
     file = tmp_path / "talk.json"
     assert say(terminal, f"/save {file}") == f"saved 4 messages to {file}"
     assert re.fullmatch("(vw)+v?", json.loads(file.read_text())["messages"][1]["content"])
-    terminal.type("not sent\x03")
+    terminal.type("not sent")
+    interrupt_input(terminal)
     terminal.read_to("Ctrl-C again or Ctrl-D ends")
     terminal.read_to("> ")
     assert say(terminal, "1") == "ok 😀!"
-    terminal.type("\x03")
+    interrupt_input(terminal)
     terminal.read_to("Ctrl-C again or Ctrl-D ends")
     terminal.read_to("> ")
-    terminal.type("\x03")
+    interrupt_input(terminal)
     assert terminal.wait() == 130
 
 
