@@ -45,7 +45,7 @@ class ChatFormat:
         template = tokenizer.get_chat_template()
         self._template = TemplateProcess(template, variables, self._encoder.special_tokens)
 
-    def render(self, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
+    def render(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> list[int]:
         """Return the ids of a conversation up to the start of the next answer.
 
         Args:
@@ -57,7 +57,7 @@ class ChatFormat:
                 leaves out a system message.
             ConfigError: The template does not end in time, takes too much memory, or writes too much text.
         """
-        row = {"messages": messages, "tools": tools}
+        row = {"messages": list(messages), "tools": tools}
         conversation = self._encoder.escape(read_conversation(MESSAGES, row, "messages"))
         texts = self._template.write([(MESSAGES, conversation, True)])
         others = [turn for turn in conversation.turns if turn["role"] != "system"]
