@@ -14,22 +14,10 @@ from typing import Any
 
 from datasets import Dataset
 
-MODULES = (
-    *(
-        "bz2",
-        "cmd",
-        "codecs",
-        "compileall",
-        "contextlib",
-        "difflib",
-        "fileinput",
-        "graphlib",
-        "heapq",
-        "hmac",
-    ),
-    *("imaplib", "lzma", "operator", "optparse", "pickle", "pickletools", "pkgutil", "secrets", "selectors"),
-    *("socketserver", "subprocess", "textwrap", "timeit", "tokenize", "weakref"),
-)
+MODULES = """
+bz2 cmd codecs compileall contextlib difflib fileinput graphlib heapq hmac imaplib lzma operator optparse pickle
+pickletools pkgutil secrets selectors socketserver subprocess textwrap timeit tokenize weakref
+""".split()
 MIN_CHARACTERS = 150  # of a docstring whose perplexity is measured
 MIN_WORDS = 6  # of a sentence whose last word is scored
 CHOICE_CHARACTERS = range(20, 81)  # lengths of a sentence to choose
@@ -79,11 +67,9 @@ def addition(**_metadata: Any) -> dict[str, Dataset]:
         right = first + second
         answer = _draw(numbers, NUM_CHOICES)
         choices = [str(right + distance) for distance in range(-answer, NUM_CHOICES - answer)]
-        rows.append(
-            {"question": f"{first} + {second} =", "sum": str(right), "choices": choices, "answer": answer}
-        )
-    splits = {"test": rows[:NUM_SUMS], "train": rows[NUM_SUMS:]}
-    return {split: Dataset.from_list(part) for split, part in splits.items()}
+        question = f"{first} + {second} ="
+        rows.append({"question": question, "sum": str(right), "choices": choices, "answer": answer})
+    return {"test": Dataset.from_list(rows[:NUM_SUMS]), "train": Dataset.from_list(rows[NUM_SUMS:])}
 
 
 def _read_functions() -> list[tuple[str, str]]:
