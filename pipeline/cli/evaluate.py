@@ -42,11 +42,6 @@ To see the tasks, and to evaluate on two of them:
 
   %(prog)s SOURCE --tasks stdlib_perplexity,addition --output results.json
 """
-LIST = "list"
-TASK_OPTIONS = (
-    *("limit", "num_fewshot", "apply_chat_template", "system", "output", "compare", "allow_unsafe_tasks"),
-)
-"""Options, by their names in Python, that only --tasks takes."""
 SECONDS_BETWEEN_LINES = 10.0  # of progress
 
 
@@ -60,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument(
         "--tasks",
         metavar="NAMES",
-        help="names of tasks, YAML files or folders of them, separated by commas; `list` shows the tasks "
-        "that need no network, `list:PATTERN` searches all",
+        help="names of tasks and YAML files, separated by commas; `list` shows those that need no network",
     )
     tasks.add_argument(
         "--limit", type=float, metavar="N", help="first documents of each task; below 1 a fraction of them"
@@ -70,24 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument(
         "--apply-chat-template", action="store_true", help="write prompts with the chat template"
     )
-    tasks.add_argument(
-        "--fewshot-as-multiturn",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="make solved examples turns of their own in the chat template",
-    )
-    tasks.add_argument("--system", metavar="TEXT", help="system instruction before each prompt")
-    tasks.add_argument(
-        "--batch-tokens", type=int, default=8192, metavar="N", help="tokens of a forward (default: 8192)"
-    )
     tasks.add_argument("--output", type=Path, metavar="FILE.json", help="write results of each document")
     tasks.add_argument(
         "--compare", type=Path, metavar="EARLIER.json", help="compare with earlier results of the same tasks"
-    )
-    tasks.add_argument(
-        "--allow-unsafe-tasks",
-        action="store_true",
-        help="allow tasks that run code which the model has written",
     )
     add_overrides(parser, "recipe keys of data, eval, loader and batch")
 
@@ -102,14 +81,14 @@ def run(arguments: argparse.Namespace) -> None:
     log_to_console(Ranks(0, 0, 1, 1))
     tasks: str | None = arguments.tasks
     if tasks is None:
-        for option in TASK_OPTIONS:
+        for option in ("limit", "num_fewshot", "apply_chat_template", "output", "compare"):
             if getattr(arguments, option) not in (None, False):
-                raise ConfigError(
-                    f"--{option.replace('_', '-')} is for tasks; name them: --tasks list shows some"
-                )
-    elif tasks.partition(":")[0] == LIST:
+                name = option.replace("_", "-")
+                raise ConfigError(f"--{name} is for tasks; name them: --tasks list shows some")
+    else:
         require_package("lm_eval", "--tasks")
-        _print_tasks(tasks.partition(":")[2])
+    if tasks == "list":
+        _print_tasks()
         return
     if arguments.source is None:
         raise ConfigError(
@@ -125,7 +104,6 @@ def run(arguments: argparse.Namespace) -> None:
     if tasks is None:
         _evaluate_held_out(source)
     else:
-        require_package("lm_eval", "--tasks")
         _evaluate_tasks(source, tasks, arguments)
 
 
@@ -148,47 +126,34 @@ def _evaluate_held_out(source: ModelSource) -> None:
     Screen(no_color=True).table([checkpoint.name, "now", "in the run"], cells)
 
 
-def _print_tasks(pattern: str) -> None:
-    """Print the shipped tasks and the number of lm-eval's, or all names that match a pattern."""
+def _print_tasks() -> None:
+    """Print the shipped tasks and the number of lm-eval's."""
     from pipeline.cli.screen import Screen
-    from pipeline.evaluation.harness import LM_EVAL_TASKS, list_tasks
+    from pipeline.evaluation.harness import LM_EVAL_TASKS, list_shipped_tasks
 
     screen = Screen(no_color=True)
-    if pattern:
-        rows = list_tasks(f"*{pattern.strip('*')}*")
-        screen.table(["task", "kind"], rows, text_columns=["kind"])
-        return
-    screen.table(["task without network", "what it asks for"], list_tasks(None), ["what it asks for"])
+    screen.table(["task without network", "what it asks for"], list_shipped_tasks(), ["what it asks for"])
     num_files = sum(1 for _ in LM_EVAL_TASKS.rglob("*.yaml"))  # to read them takes ten seconds
-    screen.line(f"and lm-eval's own, in {num_files:,} files; to search all names: --tasks list:arc")
+    screen.line(f"and lm-eval's own, in {num_files:,} files; their names: lm-eval ls tasks")
 
 
 def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespace) -> None:
     """Evaluate on tasks, print the metrics, and compare them with earlier ones."""
     from pipeline.cli.screen import Screen
     from pipeline.distributed.process_group import start_job
-    from pipeline.evaluation.comparison import compare_results
     from pipeline.evaluation.harness import HarnessModel, load_tasks, run_tasks
-    from pipeline.evaluation.task_results import read_task_results
+    from pipeline.evaluation.task_results import compare_results, read_task_results
 
     if arguments.limit is not None and not 0 < arguments.limit < math.inf:
         raise ConfigError(f"--limit {arguments.limit:g}: expected a number above 0")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise ConfigError(f"--num-fewshot {arguments.num_fewshot}: expected 0 or more")
-    if arguments.batch_tokens < 1:
-        raise ConfigError(f"--batch-tokens {arguments.batch_tokens}: expected 1 or more")
     if arguments.output is not None and not arguments.output.parent.is_dir():
         raise ConfigError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    if not names:
-        raise ConfigError("--tasks: it names no task; --tasks list shows some")
+    names = [name.strip() for name in tasks.split(",")]
     earlier = read_task_results(arguments.compare) if arguments.compare is not None else None
     loaded = load_tasks(
-        names,
-        arguments.limit,
-        arguments.num_fewshot,
-        import_paths=not arguments.no_import_paths,
-        allow_unsafe=arguments.allow_unsafe_tasks,
+        names, arguments.limit, arguments.num_fewshot, import_paths=not arguments.no_import_paths
     )
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     opened = source.load(job)
@@ -202,20 +167,10 @@ def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespa
             last_line = time.monotonic()
             log.info("%s of %s answers", f"{done:,}", f"{total:,}")
 
-    model = HarnessModel(
-        opened.engine,
-        opened.call,
-        job,
-        opened.tokenizer,
-        tokens_per_batch=arguments.batch_tokens,
-        on_progress=log_progress,
-    )
     results = run_tasks(
         loaded,
-        model,
+        HarnessModel(opened.engine, opened.call, job, opened.tokenizer, on_progress=log_progress),
         apply_chat_template=arguments.apply_chat_template,
-        fewshot_as_multiturn=arguments.fewshot_as_multiturn,
-        system=arguments.system,
         settings={"model": str(arguments.source), "step": arguments.step, "precision": precision},
     )
     if arguments.output is not None:
@@ -224,30 +179,16 @@ def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespa
     rows = []
     for task, result in results.tasks.items():
         for name, metric in result.metrics.items():
-            error = "" if metric.stderr is None else f"± {_format(metric.stderr)}"
-            rows.append([task, name, _format(metric.value), error, f"{result.num_documents:,}"])
+            error = "" if metric.stderr is None else f"± {metric.stderr:.2g}"
+            rows.append([task, name, f"{metric.value:.5g}", error, f"{result.num_documents:,}"])
     screen.table(["task", "metric", "value", "", "n"], rows, ["metric"])
     if earlier is None:
         return
     rows = []
     for each in compare_results(earlier, results):
-        interval = f"{_format(each.low, '+')} to {_format(each.high, '+')}"
-        values = [_format(each.earlier), _format(each.later), _format(each.difference, "+")]
-        rows.append(
-            [
-                each.task,
-                each.metric,
-                *values,
-                interval,
-                f"{each.p:.4f}",
-                str(each.num_documents),
-                str(each.num_unpaired),
-            ]
-        )
-    columns = ["earlier", "now", "difference", "95 % interval", "p", "n", "only in one"]
+        values = [f"{each.earlier:.5g}", f"{each.later:.5g}", f"{each.later - each.earlier:+.3g}"]
+        interval = f"{each.low:+.3g} to {each.high:+.3g}"
+        rows.append([each.task, each.metric, *values, interval, f"{each.num_documents:,}"])
     screen.line()
-    screen.table(["task", "metric", *columns], rows, ["metric"])
-
-
-def _format(value: float, sign: str = "") -> str:
-    return f"{value:{sign}.4f}" if abs(value) < 1e5 else f"{value:{sign}.3e}"
+    columns = ["task", "metric", "earlier", "now", "difference", "95 % interval", "n"]
+    screen.table(columns, rows, ["metric"])

@@ -1,24 +1,25 @@
-"""Holds the results of evaluation tasks: metrics of each task, and the scores of each document.
+"""Holds the results of evaluation tasks, and compares two results document by document.
 
 A metric is a function of a sum over a sum, both over documents. So each document's pair of summands is enough
-to compute standard errors, and to compare two results document by document. A file of results is JSON.
+for standard errors, and for a paired bootstrap over the documents that two results share. A file of results
+is JSON.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.errors import DataError
+from pipeline.errors import DataError, format_names
 from pipeline.files import MAX_DESCRIPTION_BYTES, read_regular_file, replace_file
-from pipeline.redaction import redact, redact_text
+from pipeline.redaction import redact
 
 AGGREGATIONS: dict[str, Callable[[Any], Any]] = {
     "mean": lambda mean: mean,
@@ -27,8 +28,9 @@ AGGREGATIONS: dict[str, Callable[[Any], Any]] = {
     "bits_per_byte": lambda mean: -mean / math.log(2),
 }
 """lm-eval's name of an aggregation -> function of the documents' mean that gives the metric."""
-OTHER = "other"
-"""Aggregation of a metric that is no function of a mean over documents, such as BLEU."""
+NUM_RESAMPLES = 10_000
+Scores: TypeAlias = dict[str, tuple[float, float]]
+"""Metric -> a document's summands of its numerator and of its denominator, which is 1 for a plain mean."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +41,13 @@ class TaskMetric:
     """Value of the metric."""
     stderr: float | None
     """Standard error over documents; `None` if it is unknown."""
-    higher_is_better: bool | None
-    """Whether a higher value is better; `None` if the task does not say it."""
-    aggregation: str
-    """Key of AGGREGATIONS, or OTHER."""
-
-
-@dataclass(frozen=True)
-class ScoredDocument:
-    """A document of a task with its scores."""
-
-    id: int
-    """Index of the document in the task."""
-    hash: str
-    """Hash of the document's fields. It identifies the document in other results."""
-    scores: dict[str, tuple[float, float]]
-    """Metric -> summands of its numerator and of its denominator, which is 1 for a plain mean."""
+    aggregation: str | None
+    """Key of AGGREGATIONS; `None` if the metric is no function of a mean over documents, such as BLEU."""
 
 
 @dataclass(frozen=True)
 class TaskSample:
-    """A document as a person reads it."""
+    """A document as a person reads it, without secrets."""
 
     prompt: str
     """Text that the model reads."""
@@ -79,8 +67,8 @@ class TaskResult:
     """Number of evaluated documents."""
     num_fewshot: int
     """Number of solved examples before each document."""
-    documents: list[ScoredDocument]
-    """Evaluated documents, in the order of the task."""
+    documents: dict[str, Scores]
+    """Index and hash of each evaluated document, in the order of the task -> its scores."""
     samples: list[TaskSample]
     """First documents, as text."""
 
@@ -108,49 +96,106 @@ class TaskResults:
         Raises:
             OSError: The file cannot be written; an older one stays.
         """
-        tree = asdict(self)
-        tree["settings"] = redact(tree["settings"])
-        for task in tree["tasks"].values():
-            task["samples"] = [
-                {key: redact_text(text) for key, text in sample.items()} for sample in task["samples"]
-            ]
-        replace_file(path, json.dumps(tree) + "\n")
+        replace_file(path, json.dumps(asdict(replace(self, settings=redact(self.settings)))) + "\n")
 
 
 def read_task_results(path: Path) -> TaskResults:
     """Return the results in a file that `TaskResults.write` has written.
 
     Raises:
-        DataError: The file cannot be read, or has something else.
+        OSError: The file cannot be read.
+        DataError: The file has something else.
     """
+    content = read_regular_file(path, MAX_DESCRIPTION_BYTES)
     try:
-        tree = json.loads(read_regular_file(path, MAX_DESCRIPTION_BYTES))
-        return TypeAdapter(TaskResults).validate_python(tree)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # ValidationError is a ValueError
-        reason = str(error).partition("\n")[0]
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        return TypeAdapter(TaskResults).validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("results", *first["loc"])))
         raise DataError(
-            f"{path}: {reason}; expected a file that evaluate --tasks ... --output has written"
+            f"{path}: {where}: {first['msg']}; expected a file that evaluate --tasks ... --output has written"
         ) from None
 
 
 def compute_stderr(scores: np.ndarray, aggregation: str) -> float | None:
-    """Return the standard error of a metric by the delta method; `None` if it is unknown.
+    """Return the jackknife's standard error of a metric; `None` if there are fewer than two documents.
 
     Args:
         scores: Summands of numerator and denominator of each document, shape (documents, 2).
-        aggregation: Key of AGGREGATIONS, or OTHER.
+        aggregation: Key of AGGREGATIONS.
     """
-    if aggregation == OTHER or len(scores) < 2:
+    if len(scores) < 2:
         return None
-    numerators, denominators = scores.T
-    mean = numerators.sum() / denominators.sum()
-    residuals = (numerators - mean * denominators) / denominators.mean()
-    stderr = math.sqrt(residuals.dot(residuals) / (len(scores) - 1) / len(scores))
-    function = AGGREGATIONS[aggregation]
-    slope = {"mean": 1.0, "bits_per_byte": 1 / math.log(2)}.get(aggregation, function(mean))
-    return float(stderr * slope)
+    numerators, denominators = (scores.sum(axis=0) - scores).T  # without each document
+    values = AGGREGATIONS[aggregation](numerators / denominators)
+    return float(values.std() * math.sqrt(len(values) - 1))
+
+
+@dataclass(frozen=True)
+class MetricComparison:
+    """The difference of a metric between two results, over the documents that both have."""
+
+    task: str
+    """Name of the task."""
+    metric: str
+    """Name of the metric."""
+    earlier: float
+    """Value of the metric in the earlier result."""
+    later: float
+    """Value of the metric in the later result."""
+    low: float
+    """Lower end of the 95 % interval of `later - earlier`."""
+    high: float
+    """Upper end of the 95 % interval."""
+    num_documents: int
+    """Number of documents that both results have."""
+
+
+def compare_results(earlier: TaskResults, later: TaskResults) -> list[MetricComparison]:
+    """Return the comparison of each metric that both results have as a mean over documents.
+
+    Raises:
+        DataError: The results have no such metric of a document in common.
+    """
+    found: list[MetricComparison] = []
+    for name in filter(earlier.tasks.get, later.tasks):
+        found += _compare_task(name, earlier.tasks[name], later.tasks[name])
+    if not found:
+        raise DataError(
+            "the results have no task with the same documents and metrics: the earlier one has "
+            f"{format_names(list(earlier.tasks))}, this one {format_names(list(later.tasks))}"
+        )
+    return found
+
+
+def _compare_task(name: str, earlier: TaskResult, later: TaskResult) -> Iterator[MetricComparison]:
+    """Yield the comparisons of a task's metrics."""
+    keys = [key for key in later.documents if key in earlier.documents]
+    both = [(earlier.documents[key], later.documents[key]) for key in keys]
+    for metric, description in later.metrics.items():
+        pairs = [(one[metric], other[metric]) for one, other in both if metric in one and metric in other]
+        if description.aggregation is None or not pairs:
+            continue
+        sums = np.array(pairs, dtype=np.float64)  # (documents, results, numerator and denominator)
+        function = AGGREGATIONS[description.aggregation]
+        before, after = function(_divide_sums(sums))
+        # A document is drawn for both results alike. The seed is fixed, so equal results compare equally.
+        generator = np.random.default_rng(0)
+        draws = (generator.integers(len(sums), size=len(sums)) for _ in range(NUM_RESAMPLES))
+        differences = np.diff(function(np.array([_divide_sums(sums[draw]) for draw in draws])))
+        low, high = np.percentile(differences, [2.5, 97.5])
+        yield MetricComparison(
+            task=name,
+            metric=metric,
+            earlier=float(before),
+            later=float(after),
+            low=float(low),
+            high=float(high),
+            num_documents=len(pairs),
+        )
+
+
+def _divide_sums(scores: np.ndarray) -> np.ndarray:
+    """Return the mean of each result from the scores of documents, shape (documents, results, 2)."""
+    numerators, denominators = scores.sum(axis=0).T
+    return np.asarray(numerators / denominators)

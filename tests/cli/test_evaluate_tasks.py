@@ -34,19 +34,12 @@ def test_a_list_says_what_is_there(call):
     assert code == 0
     assert "addition_choice       which of four numbers is the sum of two" in out
     assert "and lm-eval's own, in " in out
-
-
-@pytest.mark.nightly
-def test_a_search_finds_names_of_lm_eval(call):
-    code, out, _ = call("--tasks", "list:arc_ea")
-    assert code == 0
-    assert "arc_easy" in out.split()
-    assert "addition" not in out.split()
+    assert "lm-eval ls tasks" in out
 
 
 def test_a_table_a_file_and_a_comparison(call, model, tmp_path):
     tasks = ["--tasks", "addition_choice,stdlib_cloze", "--limit", 8]
-    code, out, err = call(model, *tasks, "--output", tmp_path / "a.json", "--batch-tokens", 64)
+    code, out, err = call(model, *tasks, "--output", tmp_path / "a.json")
     assert code == 0
     assert "evaluating tiny on cpu in fp32" in err
     table = [line.split() for line in out.splitlines()]
@@ -65,7 +58,7 @@ def test_a_table_a_file_and_a_comparison(call, model, tmp_path):
     *_, header, row = out.splitlines()
     assert header.split()[:5] == ["task", "metric", "earlier", "now", "difference"]
     assert row.split()[:2] == ["addition_choice", "acc"]
-    assert row.split()[4:] == ["+0.0000", "+0.0000", "to", "+0.0000", "1.0000", "5", "3"]
+    assert row.split()[4:] == ["+0", "+0", "to", "+0", "5"]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +71,6 @@ def test_a_table_a_file_and_a_comparison(call, model, tmp_path):
         (["MODEL", "--tasks", "addition", "--limit", "0"], "--limit 0: expected a number above 0"),
         (["MODEL", "--tasks", "addition", "--limit", "nan"], "--limit nan: expected a number above 0"),
         (["MODEL", "--tasks", "addition", "--num-fewshot", "-1"], "--num-fewshot -1: expected 0 or more"),
-        (["MODEL", "--tasks", "addition", "--batch-tokens", "0"], "--batch-tokens 0: expected 1 or more"),
-        (["MODEL", "--tasks", ","], "--tasks: it names no task"),
         (
             ["MODEL", "--tasks", "addition", "--output", "/none/a.json"],
             "--output /none/a.json: there is no folder",

@@ -8,32 +8,32 @@ import numpy as np
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.evaluation.comparison import compare_results
 from pipeline.evaluation.task_results import (
-    ScoredDocument,
     TaskMetric,
     TaskResult,
     TaskResults,
+    compare_results,
     compute_stderr,
     read_task_results,
 )
 
 
 def results(scores, aggregation="mean", first=0, metric="acc", task="sums"):
-    """Results of one task; document i has the hash of `first` + i, and a number or a pair as its score."""
+    """Results of one task; document i has the index `first` + i, and a number or a pair as its score."""
     pairs = [score if isinstance(score, tuple) else (score, 1.0) for score in scores]
-    documents = [
-        ScoredDocument(i, f"hash {first + i}", {metric: (float(a), float(b))})
-        for i, (a, b) in enumerate(pairs)
-    ]
-    value = TaskMetric(0.0, None, True, aggregation)
+    documents = {f"{i} hash": {metric: (float(a), float(b))} for i, (a, b) in enumerate(pairs, first)}
+    value = TaskMetric(0.0, None, aggregation)
     return TaskResults({task: TaskResult({metric: value}, len(documents), 0, documents, [])}, {})
+
+
+def difference(found):
+    return found.later - found.earlier
 
 
 def test_equal_results_have_no_difference():
     scores = np.random.default_rng(1).integers(0, 2, 50)
     (found,) = compare_results(results(scores), results(scores))
-    assert (found.difference, found.low, found.high, found.p, found.num_documents) == (0, 0, 0, 1, 50)
+    assert (found.earlier, found.low, found.high, found.num_documents) == (found.later, 0, 0, 50)
 
 
 def test_the_interval_is_that_of_the_paired_differences():
@@ -42,10 +42,9 @@ def test_the_interval_is_that_of_the_paired_differences():
     after = before + generator.normal(0.5, 1, 400)
     (found,) = compare_results(results(before), results(after))
     stderr = (after - before).std(ddof=1) / 20
-    assert found.difference == pytest.approx((after - before).mean())
-    assert found.low == pytest.approx(found.difference - 1.96 * stderr, abs=0.1 * stderr)
-    assert found.high == pytest.approx(found.difference + 1.96 * stderr, abs=0.1 * stderr)
-    assert found.p < 0.001
+    assert difference(found) == pytest.approx((after - before).mean())
+    assert found.low == pytest.approx(difference(found) - 1.96 * stderr, abs=0.1 * stderr)
+    assert found.high == pytest.approx(difference(found) + 1.96 * stderr, abs=0.1 * stderr)
 
 
 def test_chance_is_not_significant_and_a_second_call_gives_the_same():
@@ -53,8 +52,7 @@ def test_chance_is_not_significant_and_a_second_call_gives_the_same():
     before, after = generator.integers(0, 2, (2, 300))
     first = compare_results(results(before), results(after))
     assert first == compare_results(results(before), results(after))
-    assert first[0].p > 0.05
-    assert first[0].low < first[0].difference < first[0].high
+    assert first[0].low < 0 < first[0].high
 
 
 @pytest.mark.parametrize("aggregation", ["bits_per_byte", "weighted_perplexity"])
@@ -72,36 +70,31 @@ def test_a_ratio_is_that_of_sums_over_documents(aggregation):
     }[aggregation]
     assert found.earlier == pytest.approx(expected(mean))
     assert found.later == pytest.approx(expected(mean + 0.1))
-    assert found.low <= found.difference + 1e-9
-    assert found.high >= found.difference - 1e-9
+    assert found.low <= difference(found) + 1e-9
+    assert found.high >= difference(found) - 1e-9
     if aggregation == "bits_per_byte":  # each document has the same difference, so there is no other
         assert found.low == pytest.approx(found.high)
 
 
-def test_documents_are_matched_by_their_hash_and_others_are_counted():
+def test_only_documents_of_both_results_are_compared():
     (found,) = compare_results(results([1] * 10), results([0] * 10, first=6))
-    assert (found.num_documents, found.num_unpaired) == (4, 12)
+    assert found.num_documents == 4
     assert (found.earlier, found.later) == (1, 0)
-    twice = results([1, 0])
-    twice.tasks["sums"].documents[1] = ScoredDocument(1, "hash 0", {"acc": (0.0, 1.0)})
-    (found,) = compare_results(twice, twice)
-    assert found.num_documents == 2
 
 
 @pytest.mark.parametrize(
-    ("later", "message"),
+    "later",
     [
-        (
-            results([1], task="other"),
-            "the results have no task in common: the earlier one has sums, this one other",
-        ),
-        (results([1], first=9), "task sums: the results have no document in common"),
-        (results([1], metric="f1"), "no comparable metric in common: the earlier one has acc, this one f1"),
-        (results([1], aggregation="other"), "no comparable metric in common"),
+        results([1], task="other"),
+        results([1], first=9),
+        results([1], metric="f1"),
+        results([1], aggregation=None),
     ],
 )
-def test_results_that_cannot_be_compared_are_told_in_one_line(later, message):
-    with pytest.raises(DataError, match=message):
+def test_results_that_cannot_be_compared_are_told_in_one_line(later):
+    with pytest.raises(
+        DataError, match="no task with the same documents and metrics: the earlier one has sums"
+    ):
         compare_results(results([1]), later)
 
 
@@ -116,7 +109,6 @@ def test_a_standard_error_is_the_deviation_of_resampled_documents():
     assert compute_stderr(scores[:, :1] * [1, 0] + [0, 1], "mean") == pytest.approx(
         scores[:, 0].std(ddof=1) / math.sqrt(300)
     )
-    assert compute_stderr(scores, "other") is None
     assert compute_stderr(scores[:1], "mean") is None
 
 
@@ -125,27 +117,25 @@ def test_a_file_has_the_same_results_without_secrets(tmp_path):
     given.settings["model"] = "https://user:hunter2secret@host/model"
     given.write(tmp_path / "a.json")
     read = read_task_results(tmp_path / "a.json")
-    assert read.tasks["sums"].documents[0] == given.tasks["sums"].documents[0]
-    assert math.isnan(read.tasks["sums"].documents[1].scores["acc"][0])
+    assert read.tasks["sums"].documents["0 hash"] == given.tasks["sums"].documents["0 hash"]
+    assert math.isnan(read.tasks["sums"].documents["1 hash"]["acc"][0])
     assert "hunter2secret" not in (tmp_path / "a.json").read_text()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file"),
         (b"\xff", "expected a file that evaluate --tasks ... --output has written"),
         (b"[1", "expected a file"),
         (b"[" * 100_000, "expected a file"),
         (
             b'{"tasks": {"a": {"metrics": 3}}, "settings": {}}',
-            "tasks.a.metrics: Input should be a valid dict",
+            "tasks.a.metrics: Input should be an object",
         ),
     ],
 )
 def test_another_file_is_told_in_one_line(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "a.json").write_bytes(content)
+    (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(DataError, match=r"a\.json") as raised:
         read_task_results(tmp_path / "a.json")
     assert message in str(raised.value)

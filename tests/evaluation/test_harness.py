@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from pipeline.distributed.process_group import start_job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, DataError, PipelineError
-from pipeline.evaluation.harness import SHIPPED_TASKS, HarnessModel, list_tasks, load_tasks, run_tasks
+from pipeline.evaluation.harness import SHIPPED_TASKS, HarnessModel, list_shipped_tasks, load_tasks, run_tasks
 from pipeline.evaluation.sources import open_source
 from pipeline.evaluation.task_results import read_task_results
 from pipeline.training.api import export
@@ -149,7 +149,6 @@ def assert_answers_are_lm_evals(
     loaded = load_tasks(names, LIMIT, num_fewshot)
     found = run_tasks(loaded, make_model(source, tokens_per_batch=700, rows_per_batch=5), **prompts)
     folders = [str(SHIPPED_TASKS), *(name for name in names if "/" in name)]
-    system = prompts.pop("system", None)
     expected = lm_eval.simple_evaluate(
         HFLM(pretrained=str(exported), device="cpu", dtype="float32"),
         tasks=list(loaded.tasks),
@@ -157,8 +156,8 @@ def assert_answers_are_lm_evals(
         limit=LIMIT,
         num_fewshot=num_fewshot,
         bootstrap_iters=0,
-        system_instruction=system,
-        **{"fewshot_as_multiturn": True, **prompts},
+        fewshot_as_multiturn=True,
+        **prompts,
     )
     for name, task in loaded.tasks.items():
         rows = expected["samples"][name]
@@ -189,7 +188,7 @@ def test_a_sharded_run_answers_as_its_exported_folder(sharded_run, custom, folde
     assert found.tasks["quiz"].num_fewshot == 2
     assert found.as_row()["eval/tasks/quiz/acc"] == found.tasks["quiz"].metrics["acc"].value
     # A metric that is no mean over documents has no scores of documents.
-    assert set(found.tasks["quiz"].documents[0].scores) == {"acc", "acc_norm"}
+    assert set(next(iter(found.tasks["quiz"].documents.values()))) == {"acc", "acc_norm"}
     sample = found.tasks["addition"].samples[0]
     assert sample.prompt.endswith("84 + 75 =")
     assert sample.target == "159"
@@ -205,16 +204,8 @@ def test_a_tokenizer_with_a_bos_token(begun, custom, num_fewshot, prompts):
     assert_answers_are_lm_evals(begun, begun, [*SHIPPED, str(custom)], num_fewshot, **prompts)
 
 
-@pytest.mark.parametrize(
-    "prompts",
-    [
-        {},
-        {"apply_chat_template": True},
-        {"apply_chat_template": True, "fewshot_as_multiturn": False, "system": "Be brief."},
-    ],
-    ids=["none", "turns", "one turn"],
-)
-@pytest.mark.daily("one turn")
+@pytest.mark.parametrize("prompts", [{}, {"apply_chat_template": True}], ids=["none", "template"])
+@pytest.mark.daily("template")
 def test_a_chat_template(chatting, custom, prompts):
     assert_answers_are_lm_evals(chatting, chatting, ["stdlib_choice", "addition", str(custom)], 2, **prompts)
 
@@ -275,7 +266,7 @@ def test_shipped_tasks_have_the_documents_of_every_python():
     choices = [doc["choices"][doc["answer"]] for doc in loaded.tasks["stdlib_choice"].eval_docs]
     assert choices[0] == "Open a bzip2-compressed file in binary or text mode."
     assert all(int(d["choices"][d["answer"]]) == int(d["sum"]) for d in loaded.tasks["addition"].eval_docs)
-    assert [name for name, _ in list_tasks(None)] == sorted(SHIPPED)
+    assert [name for name, _ in list_shipped_tasks()] == sorted(SHIPPED)
 
 
 def edited(custom: Path, tmp_path: Path, old: str, new: str, name: str = "quiz") -> str:
@@ -289,15 +280,15 @@ def edited(custom: Path, tmp_path: Path, old: str, new: str, name: str = "quiz")
     ("old", "new", "message"),
     [
         ("metric: acc,", "metric: acg,", "metric_list has 'acg', expected a metric such as acc"),
-        ("dataset_path: json", "dataset_path: 3", "task .*edited.yaml"),
-        ("rows.jsonl", "none.jsonl", "task .*edited.yaml raised FileNotFoundError"),
-        ("test_split: test", "test_split: tast", "task .*edited.yaml raised KeyError: 'tast'"),
+        ("dataset_path: json", "dataset_path: 3", "task quiz: loading it or its data raised"),
+        ("rows.jsonl", "none.jsonl", "task quiz: loading it or its data raised FileNotFoundError"),
+        ("test_split: test", "test_split: tast", "raised KeyError: 'tast'"),
         ("doc_to_target: answer", "doc_to_target: '{{anser}}'", "UndefinedError: 'anser' is undefined"),
         ("{{question}}", "{{question.__class__.__mro__}}", "access to attribute '__class__'.* is unsafe"),
         ("task: quiz", "task: [", "edited.yaml: while parsing .*expected a YAML file of a task"),
         ("task: quiz", "tusk: quiz", "task"),
         ("output_type: multiple_choice", "output_type: choice", "invalid output_type 'choice'"),
-        ("doc_to_choice", "unsafe_code: true\ndoc_to_choice", "--allow-unsafe-tasks"),
+        ("doc_to_choice", "unsafe_code: true\ndoc_to_choice", "runs code that the model has written"),
         ("doc_to_choice", "doc_to_image: first\ndoc_to_choice", "it has images or sound"),
     ],
 )
@@ -314,8 +305,11 @@ def test_a_wrong_task_is_told_in_one_line(custom, tmp_path, old, new, message):
         ("./adition.yaml", "adition.yaml: No such file or directory"),
         ("/dev/zero.yaml", "No such file"),
         ("stdlib/", "stdlib: No such file or directory"),
-        ("arc_easy", "task arc_easy: its data is not in the cache on this machine, and cannot be downloaded"),
-        ("humaneval", "task humaneval: it runs code that the model has written"),
+        (
+            "arc_easy",
+            "task arc_easy: loading it or its data raised ConnectionError: Couldn't reach 'allenai/ai2_arc'",
+        ),
+        ("humaneval", "task humaneval: it has images or sound, or runs code that the model has written"),
     ],
     ids=["adition", "adition.yaml", "zero", "stdlib", "arc_easy", "humaneval"],
 )
@@ -330,7 +324,7 @@ def test_an_unknown_name_and_data_without_a_network_are_told_in_one_line(name, m
 
 def test_two_tasks_of_one_name_are_refused_and_one_named_twice_is_one(custom, tmp_path):
     other = edited(custom, tmp_path, "Q: ", "Question: ")
-    with pytest.raises(ConfigError, match=r"two tasks have the name quiz; rename one: .*edited"):
+    with pytest.raises(ConfigError, match=r"two tasks have the name quiz; rename that of .*edited"):
         load_tasks([f"{custom}/", other])
     assert list(load_tasks([f"{custom}/quiz.yaml", f"{custom}/"]).tasks) == ["quiz", "writer"]
 
@@ -348,7 +342,7 @@ def test_code_of_a_task_runs_only_where_it_may(custom, tmp_path):
             load_tasks([file], import_paths=False)
     assert not (tmp_path / "ran").exists()
     downloaded = edited(custom, tmp_path, "metric: acc,", "metric: acc, hf_evaluate: true,")
-    with pytest.raises(ConfigError, match="metric acc is code from the hub"):
+    with pytest.raises(ConfigError, match=r"hf_evaluate\), refused: --no-import-paths"):
         load_tasks([downloaded], import_paths=False)
     assert set(load_tasks([str(custom)], import_paths=False).tasks) == {"quiz", "writer"}
     edited(custom, tmp_path, '"Q: {{question}}\\nA:"', "!function own.ask")
@@ -363,7 +357,7 @@ def test_code_of_a_task_runs_only_where_it_may(custom, tmp_path):
             "writer",
             "max_gen_toks: 30",
             "max_gen_toks: 128",
-            "task writer, document 0: it generates 128 tokens",
+            "a task among writer raised .* requested max tokens to generate \\(128\\) must be less than",
         ),
         (
             "writer",
@@ -376,7 +370,7 @@ def test_code_of_a_task_runs_only_where_it_may(custom, tmp_path):
             "quiz",
             "[first, second]}}",
             "[first, '' if answer else second]}}\"\ntarget_delimiter: \"",
-            "task quiz, document 1: the answer is empty",
+            "answer has 0 tokens, and the model reads 1 to 128",
         ),
         (
             "quiz",

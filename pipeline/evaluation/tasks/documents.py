@@ -14,10 +14,9 @@ from typing import Any
 
 from datasets import Dataset
 
-MODULES = """
-bz2 cmd codecs compileall contextlib difflib fileinput graphlib heapq hmac imaplib lzma operator optparse pickle
-pickletools pkgutil secrets selectors socketserver subprocess textwrap timeit tokenize weakref
-""".split()
+MODULES = """\
+bz2 cmd codecs compileall contextlib difflib fileinput graphlib heapq hmac imaplib lzma operator optparse
+pickle pickletools pkgutil secrets selectors socketserver subprocess textwrap timeit tokenize weakref"""
 MIN_CHARACTERS = 150  # of a docstring whose perplexity is measured
 MIN_WORDS = 6  # of a sentence whose last word is scored
 CHOICE_CHARACTERS = range(20, 81)  # lengths of a sentence to choose
@@ -75,7 +74,7 @@ def addition(**_metadata: Any) -> dict[str, Dataset]:
 def _read_functions() -> list[tuple[str, str]]:
     """Return head and docstring of the modules' public functions; no docstring occurs twice."""
     functions: dict[str, str] = {}
-    for module in MODULES:
+    for module in MODULES.split():
         tree = ast.parse((Path(sysconfig.get_path("stdlib")) / f"{module}.py").read_bytes())
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
