@@ -22,7 +22,6 @@ from pipeline.cli.inputs import (
     report_file_errors,
 )
 from pipeline.config.loading import did_you_mean
-from pipeline.data.chat_template import REASONING_TAGS
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, DeviceFailedError, PipelineError, escape_unprintable
 from pipeline.files import replace_file
@@ -47,7 +46,6 @@ COMMANDS = {
 }
 DIM = "\x1b[2m"
 NOT_DIM = "\x1b[22m"
-TAG = re.compile(REASONING_TAGS.pattern.replace("<", "</?").replace(r"\[", r"\[/?"))
 UNFINISHED_TAG = re.compile(r"[<\[]/?[A-Za-z]*\Z")
 
 
@@ -68,6 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
         PipelineError: An argument is out of range, or the model cannot be found, loaded or used.
     """
     log_to_console(Ranks(0, 0, 1, 1), "warning")
+    if sys.stdin is None or sys.stdout is None:
+        raise ConfigError("standard input or output is closed; open both, such as with </dev/null")
     source = open_argument_source(arguments)
     settings = read_generation_settings(arguments)
     from pipeline.distributed.process_group import start_job
@@ -81,6 +81,9 @@ class ReasoningDimmer:
     """Dims the text between tags of reasoning by codes of terminals."""
 
     def __init__(self) -> None:
+        from pipeline.data.chat_template import REASONING_TAGS  # imports numpy
+
+        self._tag = re.compile(REASONING_TAGS.pattern.replace("<", "</?").replace(r"\[", r"\[/?"))
         self._held = ""  # may be the beginning of a tag
         self._is_dim = False
 
@@ -90,7 +93,7 @@ class ReasoningDimmer:
         unfinished = None if is_end else UNFINISHED_TAG.search(text)
         end = unfinished.start() if unfinished else len(text)
         self._held = text[end:]
-        shown = TAG.sub(self._mark, text[:end])
+        shown = self._tag.sub(self._mark, text[:end])
         return shown + NOT_DIM if is_end and self._is_dim else shown
 
     def _mark(self, tag: re.Match[str]) -> str:

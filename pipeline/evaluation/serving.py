@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -74,8 +74,11 @@ class _Request:
         settings = GenerationSettings(max_tokens, num_logprobs=options.num_logprobs, **given)
         check_prompts(model.engine.module, prompts, [settings] * len(prompts))
         self.rows: list[_Row] = []
+        num_samples: Counter[tuple[int, ...]] = Counter()  # of each prompt, as a list may have equal ones
         for prompt in prompts:
-            for sample in range(options.n):
+            for _ in range(options.n):
+                sample = num_samples[tuple(prompt)]
+                num_samples[tuple(prompt)] += 1
                 self.rows.append(_Row(self, prompt, replace(settings, sample=sample), model))
 
     def post(self, item: _Piece | Exception) -> None:

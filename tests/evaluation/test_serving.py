@@ -176,6 +176,9 @@ def test_the_same_seed_gives_the_same_text_whatever_else_is_asked(client, server
     assert several[0].message.content == alone[1]
     assert len({choice.message.content for choice in several}) == 3
 
+    equal_prompts = client.completions.create(model="assistant", prompt=[TEXT] * 3, max_tokens=8, seed=1)
+    assert len({choice.text for choice in equal_prompts.choices}) == 3
+
     async def together():
         async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
             calls = []
