@@ -77,7 +77,7 @@ def test_a_table_a_file_and_a_comparison(call, model, tmp_path):
         ),
         (["MODEL", "--tasks", "addition", "--compare", "none.json"], "none.json: No such file"),
         (["MODEL", "--tasks", "addition", "--step", "best"], "--step best:"),
-        (["MODEL", "--tasks", "addition", "optimizer.eps=1"], "optimizer.eps"),
+        (["MODEL", "--tasks", "addition", "optimizer.eps=1"], "is no run, so it has no recipe"),
         (["none", "--tasks", "addition"], "none"),
     ],
 )
