@@ -176,14 +176,14 @@ def _compare_task(name: str, earlier: TaskResult, later: TaskResult) -> Iterator
         pairs = [(one[metric], other[metric]) for one, other in both if metric in one and metric in other]
         if description.aggregation is None or not pairs:
             continue
-        sums = np.array(pairs, dtype=np.float64)  # (documents, results, numerator and denominator)
-        function = AGGREGATIONS[description.aggregation]
-        before, after = function(_divide_sums(sums))
+        scores = np.array(pairs, dtype=np.float64)  # (documents, results, numerator and denominator)
         # A document is drawn for both results alike. The seed is fixed, so equal results compare equally.
         generator = np.random.default_rng(0)
-        draws = (generator.integers(len(sums), size=len(sums)) for _ in range(NUM_RESAMPLES))
-        differences = np.diff(function(np.array([_divide_sums(sums[draw]) for draw in draws])))
-        low, high = np.percentile(differences, [2.5, 97.5])
+        draws = (generator.integers(len(scores), size=len(scores)) for _ in range(NUM_RESAMPLES))
+        sums = np.array([scores.sum(axis=0), *(scores[draw].sum(axis=0) for draw in draws)])
+        values = AGGREGATIONS[description.aggregation](sums[..., 0] / sums[..., 1])
+        before, after = values[0]
+        low, high = np.percentile(np.diff(values[1:]), [2.5, 97.5])
         yield MetricComparison(
             task=name,
             metric=metric,
@@ -193,9 +193,3 @@ def _compare_task(name: str, earlier: TaskResult, later: TaskResult) -> Iterator
             high=float(high),
             num_documents=len(pairs),
         )
-
-
-def _divide_sums(scores: np.ndarray) -> np.ndarray:
-    """Return the mean of each result from the scores of documents, shape (documents, results, 2)."""
-    numerators, denominators = scores.sum(axis=0).T
-    return np.asarray(numerators / denominators)
