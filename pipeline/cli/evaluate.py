@@ -142,14 +142,17 @@ def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespa
     from pipeline.cli.screen import Screen
     from pipeline.distributed.process_group import start_job
     from pipeline.evaluation.harness import HarnessModel, load_tasks, run_tasks
-    from pipeline.evaluation.task_results import compare_results, read_task_results
+    from pipeline.evaluation.task_results import compare_results, find_other_prompts, read_task_results
 
     if arguments.limit is not None and not 0 < arguments.limit < math.inf:
         raise ConfigError(f"--limit {arguments.limit:g}: expected a number above 0")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise ConfigError(f"--num-fewshot {arguments.num_fewshot}: expected 0 or more")
-    if arguments.output is not None and not arguments.output.parent.is_dir():
-        raise ConfigError(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
+    output: Path | None = arguments.output
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}")
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output {output}: it is a folder; name a file in it")
     names = [name.strip() for name in tasks.split(",")]
     earlier = read_task_results(arguments.compare) if arguments.compare is not None else None
     loaded = load_tasks(
@@ -173,8 +176,6 @@ def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespa
         apply_chat_template=arguments.apply_chat_template,
         settings={"model": str(arguments.source), "step": arguments.step, "precision": precision},
     )
-    if arguments.output is not None:
-        results.write(arguments.output)
     screen = Screen(no_color=True)
     rows = []
     for task, result in results.tasks.items():
@@ -182,8 +183,16 @@ def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespa
             error = "" if metric.stderr is None else f"± {metric.stderr:.2g}"
             rows.append([task, name, f"{metric.value:.5g}", error, f"{result.num_documents:,}"])
     screen.table(["task", "metric", "value", "", "n"], rows, ["metric"])
+    if output is not None:
+        results.write(output)
     if earlier is None:
         return
+    other_prompts = find_other_prompts(earlier, results)
+    if other_prompts:
+        log.warning(
+            "the earlier results had other prompts (%s), so the difference is not of the model alone",
+            ", ".join(other_prompts),
+        )
     rows = []
     for each in compare_results(earlier, results):
         values = [f"{each.earlier:.5g}", f"{each.later:.5g}", f"{each.later - each.earlier:+.3g}"]

@@ -10,6 +10,8 @@ from threading import Thread
 
 from pipeline.errors import PipelineError, summarize_error
 
+REMOTE_CODE = "model.trust_remote_code"
+"""Key that an override has to set before Python code of a trained model's files runs."""
 ANSWER_TIMEOUT_SECONDS = 2.0
 """Seconds that the hub has to answer. Without this limit, the hub's client retries for a minute if the hub
 is unreachable."""

@@ -20,6 +20,7 @@ from pipeline.checkpoint.find import MODEL_FOLDER, find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.batch_plan import BatchPlan, plan_batch
 from pipeline.config.deepspeed_json import get_precision
+from pipeline.config.hub import REMOTE_CODE
 from pipeline.config.loading import parse_override, read_yaml
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.schema import RunConfig
@@ -32,7 +33,6 @@ from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine.interface import DTYPES, add_document_bounds, to_device
 from pipeline.errors import CheckpointError, ConfigError, DataError
 from pipeline.evaluation import held_out
-from pipeline.evaluation.sources import REMOTE_CODE
 from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings, TokenCallback

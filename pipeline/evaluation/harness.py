@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import random
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -28,6 +30,7 @@ import lm_eval.tasks
 import lm_eval.utils
 import numpy as np
 import torch
+import xxhash
 import yaml
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.api.model import TemplateLM
@@ -59,6 +62,7 @@ from pipeline.evaluation.task_results import (
     compute_stderr,
 )
 from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
+from pipeline.models.embeddings import get_vocabulary_size
 from pipeline.models.generation import GenerationSettings
 from pipeline.objectives.model_call import ModelCall
 from pipeline.redaction import redact_text
@@ -67,6 +71,7 @@ SHIPPED_TASKS = Path(__file__).with_name("tasks")
 """Folder of the tasks that need no network."""
 LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
 """Folder of lm-eval's own tasks."""
+MAX_LOGITS = 2**29  # of a forward, unless a single row has more; a run's own loss may need none of them
 SEED = 1234  # of few-shot examples and numpy: lm-eval's default
 NUM_SAMPLES = 20  # documents of a task that the results have as text
 SAMPLING_DEFAULTS = {"temperature": 0.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of transformers
@@ -80,6 +85,15 @@ def _get_metric(name: str, hf_evaluate_metric: bool = False) -> Any:
     return get_metric(name, hf_evaluate_metric)
 
 
+def _exp(exponent: float) -> float:
+    """Return the exponential; infinity for a perplexity that is too large, which shall not end a training."""
+    try:
+        return math.exp(exponent)
+    except OverflowError:
+        return math.inf
+
+
+lm_eval.api.metrics.math = SimpleNamespace(**vars(math) | {"exp": _exp})
 # A task's prompts are Jinja templates, which lm-eval would run outside of a sandbox.
 _sandbox = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
 _sandbox.filters |= lm_eval.utils.env.filters
@@ -124,7 +138,8 @@ class HarnessModel(HFLM):
         self.job = job
         self._engine = engine
         self._call = call
-        self._tokens_per_batch = tokens_per_batch
+        max_tokens = MAX_LOGITS // (get_vocabulary_size(engine.module) or 1)
+        self._tokens_per_batch = min(tokens_per_batch, max_tokens)
         self._rows_per_batch = rows_per_batch
         self._on_progress = on_progress
         # What the inherited methods read:
@@ -146,11 +161,13 @@ class HarnessModel(HFLM):
                     f"a task's answer has {len(ids):,} tokens, and the model reads 1 to {self.max_length:,} "
                     f"at a time; correct the task, or leave the document out with process_docs: {pair}"
                 )
+        ids_of_pairs = [(context_ids, ids) for _, context_ids, ids in requests]
+        self._check_equal_on_ranks(ids_of_pairs)
         scores = score_continuations(
             self._engine,
             self._call,
             self.job,
-            [(context_ids, ids) for _, context_ids, ids in requests],
+            ids_of_pairs,
             max_tokens=self.max_length,
             tokens_per_batch=self._tokens_per_batch,
             on_progress=self._on_progress,
@@ -171,14 +188,10 @@ class HarnessModel(HFLM):
             repeats[tuple(prompt)] += 1
             length = max_length - context.shape[1]
             settings.append(GenerationSettings(length, seed=SEED, sample=sample, **sampling))
+        self._check_equal_on_ranks((prompts, settings))
         window = max(len(each.encode()) for each in stop)  # tokens; each has at least one byte
-        num_started = 0
 
         def start_batch(indices: Sequence[int]) -> Callable[[int, Any], bool]:
-            nonlocal num_started
-            if self._engine.dp_world_size == 1:  # else a rank without prompts would not take part
-                self._on_progress(num_started, len(prompts))
-            num_started += len(indices)
             texts: list[list[int]] = [[] for _ in indices]
 
             def has_ended(index: int, token: Any) -> bool:
@@ -188,7 +201,6 @@ class HarnessModel(HFLM):
 
             return has_ended
 
-        self._on_progress(0, len(prompts))
         texts = generate_over_ranks(
             self._engine,
             self.job,
@@ -196,10 +208,23 @@ class HarnessModel(HFLM):
             settings,
             rows_per_batch=self._rows_per_batch,
             make_callback=start_batch,
+            on_progress=self._on_progress,
         )
-        self._on_progress(len(prompts), len(prompts))
         endings = [torch.tensor(ids, dtype=torch.int64) for ids in texts]
         return torch.cat([context, pad_sequence(endings, True, self.eot_token_id)], dim=1)
+
+    def _check_equal_on_ranks(self, requests: object) -> None:
+        """Check that a task asks the same on every rank, since each answers a part. Collective.
+
+        Raises:
+            DataError: The requests differ; raised on every rank.
+        """
+        digests = self.job.gather_object(xxhash.xxh3_64_intdigest(repr(requests).encode()))
+        if len(set(digests)) > 1:
+            raise DataError(
+                "the documents or prompts differ between ranks; let the task's functions return the same in "
+                "each process: sort what comes from a set, and seed random numbers"
+            )
 
     def _read_sampling(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of the draws from a task's generation_kwargs and the model's generation_config.
@@ -273,6 +298,8 @@ def load_tasks(
         for name, task in tasks.items():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 _refuse(name)
+            if not len(task.eval_docs):
+                raise DataError(f"task {name}: it has no documents; correct its data, split or process_docs")
             own = task.get_config("num_fewshot")
             if own is None or (num_fewshot is not None and own != 0):  # as in lm-eval, a task's 0 stays
                 task.set_config(key="num_fewshot", value=num_fewshot or 0)

@@ -164,6 +164,7 @@ def generate_over_ranks(
     *,
     rows_per_batch: int,
     make_callback: Callable[[Sequence[int]], TokenCallback] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
     """Return the ids that the model generates after each prompt, in order. Collective.
 
@@ -177,6 +178,8 @@ def generate_over_ranks(
         rows_per_batch: Largest number of prompts that a rank continues together.
         make_callback: Function that returns the callback of a batch (see TextGenerator.generate), given the
             index in `prompts` of each of its rows.
+        on_progress: Called on every rank after each of its batches, with the number of texts that all ranks
+            have generated and the number of all texts.
 
     Raises:
         DataError: See TextGenerator.generate.
@@ -187,6 +190,7 @@ def generate_over_ranks(
     settings = spread_settings(settings, len(prompts))
     check_prompts(engine.module, prompts, settings)  # here, so that no rank raises alone
     texts: dict[int, list[int]] = {}
+    num_done = 0
     for batches in plan_rounds(list(map(len, prompts)), engine.dp_world_size, lambda _: rows_per_batch):
         job.progress.start_activity("generation")
         indices = batches[engine.dp_rank]
@@ -197,5 +201,8 @@ def generate_over_ranks(
             texts |= zip(indices, own_texts, strict=True)
         else:  # other ranks may need this one's forwards
             engine.generate([[0]], replace(settings[0], max_new_tokens=1))
+        if on_progress is not None:
+            num_done += sum(map(len, batches))
+            on_progress(num_done, len(prompts))
     found = {index: text for each in job.gather_object(texts) for index, text in each.items()}
     return [found[index] for index in range(len(prompts))]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config.command_lines import format_pipeline_command
-from pipeline.config.hub import use_hub_or_cache
+from pipeline.config.hub import REMOTE_CODE, use_hub_or_cache
 from pipeline.config.loading import parse_override
 from pipeline.errors import ConfigError, ModelError, PipelineError, summarize_error
 from pipeline.files import is_path
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 KEY = "SOURCE"
 """Name of the argument in messages."""
-REMOTE_CODE = "model.trust_remote_code"
-"""Key that an override has to set before Python code of a model's files runs here."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "*token*", "vocab*", "merges.txt", "*.jinja")
 """Patterns of the files that are downloaded of an adapter on the hub."""

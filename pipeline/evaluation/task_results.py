@@ -168,6 +168,18 @@ def compare_results(earlier: TaskResults, later: TaskResults) -> list[MetricComp
     return found
 
 
+def find_other_prompts(earlier: TaskResults, later: TaskResults) -> list[str]:
+    """Return the settings of prompts that differ between two results, so that not only the model does."""
+    found = []
+    template = "apply_chat_template"
+    if bool(earlier.settings.get(template)) != bool(later.settings.get(template)):
+        found.append(template)
+    for name in filter(earlier.tasks.get, later.tasks):
+        if earlier.tasks[name].num_fewshot != later.tasks[name].num_fewshot:
+            found.append(f"num_fewshot of {name}")
+    return found
+
+
 def _compare_task(name: str, earlier: TaskResult, later: TaskResult) -> Iterator[MetricComparison]:
     """Yield the comparisons of a task's metrics."""
     keys = [key for key in later.documents if key in earlier.documents]
@@ -181,9 +193,10 @@ def _compare_task(name: str, earlier: TaskResult, later: TaskResult) -> Iterator
         generator = np.random.default_rng(0)
         draws = (generator.integers(len(scores), size=len(scores)) for _ in range(NUM_RESAMPLES))
         sums = np.array([scores.sum(axis=0), *(scores[draw].sum(axis=0) for draw in draws)])
-        values = AGGREGATIONS[description.aggregation](sums[..., 0] / sums[..., 1])
+        with np.errstate(all="ignore"):  # a perplexity may be infinite
+            values = AGGREGATIONS[description.aggregation](sums[..., 0] / sums[..., 1])
+            low, high = np.percentile(np.diff(values[1:]), [2.5, 97.5])
         before, after = values[0]
-        low, high = np.percentile(np.diff(values[1:]), [2.5, 97.5])
         yield MetricComparison(
             task=name,
             metric=metric,

@@ -92,6 +92,8 @@ class JobContext:
     """Directory of the run; `None` before it is chosen."""
     tasks: LoadedTasks | None = None
     """Tasks of `eval.tasks`; `None` without any."""
+    tasks_error: PipelineError | None = None
+    """Error of loading the tasks on a rank that shows no message before it has joined; `None`: no error."""
     created_folders: tuple[Path, ...] = ()
     """Folders that this process created for the run, innermost first."""
     has_trained: bool = False
@@ -130,10 +132,16 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
         import_callbacks(settings.config)
     check_pretrained(settings.config)
     tasks = None
+    tasks_error = None
     if settings.config.eval.tasks:
         from pipeline.evaluation.training_tasks import load_training_tasks  # imports lm-eval
 
-        tasks = load_training_tasks(settings)
+        try:
+            tasks = load_training_tasks(settings)
+        except PipelineError as error:
+            if ranks.local_rank == 0:
+                raise
+            tasks_error = error
     # Prepare data before the process group exists: it may take longer than the group's timeout. The rank
     # that gets the file lock prepares; the others wait for the lock, not in a collective.
     data = prepare_data(settings.config.data)
@@ -146,7 +154,7 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
     )
     if ranks.world_size > 1:
         job.start_watchdog(section)
-    return JobContext(job, data, tasks=tasks)
+    return JobContext(job, data, tasks=tasks, tasks_error=tasks_error)
 
 
 @contextmanager
@@ -210,6 +218,8 @@ class Run:
             self._translate_failures = partial(translate_device_failures, self._job.device)
             self._advice = TrainingAdvice(settings, self._job, read_memory_usage().resident)
             stack.enter_context(self._translate_failures(self._advice))
+            if joined.tasks_error is not None:
+                raise joined.tasks_error
             self._advice.forecast = partial(forecast_on_this_machine, self._job, self._data)
             config = settings.config
             resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))

@@ -59,6 +59,10 @@ def test_a_table_a_file_and_a_comparison(call, model, tmp_path):
     assert header.split()[:5] == ["task", "metric", "earlier", "now", "difference"]
     assert row.split()[:2] == ["addition_choice", "acc"]
     assert row.split()[4:] == ["+0", "+0", "to", "+0", "5"]
+    other = ["--tasks", "addition_choice", "--num-fewshot", "1", "--compare", tmp_path / "a.json"]
+    code, _, err = call(model, *other, "--limit", 5)
+    assert code == 0
+    assert "warning: the earlier results had other prompts (num_fewshot of addition_choice)" in err
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,7 @@ def test_a_table_a_file_and_a_comparison(call, model, tmp_path):
             ["MODEL", "--tasks", "addition", "--output", "/none/a.json"],
             "--output /none/a.json: there is no folder",
         ),
+        (["MODEL", "--tasks", "addition", "--output", "/"], "--output /: it is a folder"),
         (["MODEL", "--tasks", "addition", "--compare", "none.json"], "none.json: No such file"),
         (["MODEL", "--tasks", "addition", "--step", "best"], "--step best:"),
         (["MODEL", "--tasks", "addition", "optimizer.eps=1"], "is no run, so it has no recipe"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -386,6 +387,13 @@ def test_a_wrong_document_is_told_in_one_line(chatting, custom, tmp_path, name, 
     with pytest.raises(DataError, match=message) as raised:
         run_tasks(loaded, make_model(chatting))
     assert "\n" not in str(raised.value)
+
+
+def test_a_perplexity_that_is_too_large_is_infinite():
+    """An overflow would end a training."""
+    assert lm_eval.api.metrics.perplexity([-1e6]) == math.inf
+    assert lm_eval.api.metrics.weighted_perplexity([(-1e6, 1)]) == math.inf
+    assert lm_eval.api.metrics.perplexity([-1.0]) == math.exp(1)
 
 
 def test_a_mistake_of_the_engine_keeps_its_traceback(chatting, monkeypatch):

@@ -20,6 +20,7 @@ from support.tiny import VOCABULARY
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.stopping import StopOnSignal
+from pipeline.errors import DataError
 from pipeline.evaluation.harness import SHIPPED_TASKS, load_tasks
 from pipeline.evaluation.task_results import read_task_results
 from pipeline.evaluation.training_tasks import TrainingTasks
@@ -186,6 +187,23 @@ def stopping(job: Job, folder: Path):
         tasks.report(1)
     few = make_tasks(load_tasks(TASKS, 1), run, folder)
     return rows, few.evaluate(1, StopOnSignal())
+
+
+def differing(job: Job, folder: Path):
+    """Evaluate on one document more on the second rank, as with a task that is not deterministic."""
+    run = Run(job, make_recipe(LLAMA | LONG), {"torch": {"parallel": "ddp"}})
+    messages = []
+    for name in TASKS:
+        tasks = make_tasks(load_tasks([name], 2 + job.ranks.rank), run, folder)
+        with pytest.raises(DataError) as raised:
+            tasks.evaluate(1, StopOnSignal())
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_documents_that_differ_between_ranks_are_refused_on_all(ranks, tmp_path):
+    for messages in ranks(2).run(differing, tmp_path):
+        assert all("the documents or prompts differ between ranks" in message for message in messages)
 
 
 def test_a_signal_on_one_rank_ends_the_tasks_on_all(ranks, tmp_path):
