@@ -21,6 +21,9 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_exte
 if shutil.which("g++"):
     os.environ.setdefault("CXX", str(Path(__file__).parent / "support" / "compiler" / "g++"))
 os.environ["WANDB_MODE"] = "disabled"  # no test writes to a user's account
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell lets jobs in the background ignore it. Programs would inherit that, and tests send it to them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from support.rank_pool import RankPool

@@ -64,7 +64,10 @@ def compare(hidden, weight, bias, labels, dtype=None, scale=1.0):
         if leaf is None:
             continue
         assert leaf.grad.dtype == leaf.dtype
-        assert (leaf.grad.double() - gradient).norm() <= rounding * (gradient.norm() + scale * 1e-9)
+        # A sum over tokens may cancel; each of its terms is rounded to fp32.
+        cancelled = torch.finfo(torch.float32).eps * scale * int((labels != IGNORE_INDEX).sum())
+        bound = rounding * (gradient.norm() + scale * 1e-9) + cancelled
+        assert (leaf.grad.double() - gradient).norm() <= bound
     assert not leaves[0].grad[labels == IGNORE_INDEX].any()
 
 

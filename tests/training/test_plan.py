@@ -226,9 +226,9 @@ def test_evaluation_and_end_can_be_read_in_a_file(told):
     at = next(number for number, line in enumerate(lines) if line.startswith("eval 10/10"))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "eval/loss" in row][-1]
-    sets = {name: last[f"eval/{name}/loss"] for name in ("source1", "more")}
-    for line, (name, loss) in zip(lines[at + 1 : at + 3], sets.items(), strict=True):
-        assert line.split() == [name, "loss", f"{loss:.4f}"]
+    for line, name in zip(lines[at + 1 : at + 3], ("source1", "more"), strict=True):
+        loss, bits = (last[f"eval/{name}/{metric}"] for metric in ("loss", "bits_per_byte"))
+        assert line.split() == [name, "loss", f"{loss:.4f}", "bits_per_byte", f"{bits:.4f}"]
         assert line.index("loss") == lines[at].index("loss")
     assert [line.split()[0] for line in lines[-6:]] == ["steps", "loss", "eval", "plan", "report", "run"]
     assert "\x1b" not in done.stdout + done.stderr
