@@ -112,6 +112,20 @@ def _reset_console() -> None:
     logger.handlers.clear()
 
 
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, list[str]]]:
+    """Give `call("evaluate", run, ...)` -> (exit code, stdout, error lines), a command in this process."""
+    from pipeline.__main__ import main
+
+    def function(*arguments: object) -> tuple[int, str, list[str]]:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, [line for line in err.splitlines() if line.startswith("error: ")]
+
+    return function
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """Give `ranks(2)`, a pool of two ranks that lives across tests; after a failure a new pool starts."""

@@ -196,7 +196,7 @@ def open_source(
     name = path.resolve().name if path.exists() else given
     folder = _find_folder(given)
     if (folder / ADAPTER_CONFIG).exists():
-        opened = _open_base(folder, base, overrides)
+        opened = _open_base(folder, base, overrides, import_paths)
         return ModelSource(name, "adapter", str(folder), base=opened, trust_remote_code=trusts)
     if base is not None:
         raise ConfigError(f"--base {base}: {given} is no adapter (no {ADAPTER_CONFIG}); remove --base")
@@ -208,7 +208,7 @@ def open_source(
     return ModelSource(name, kind, resolve_pretrained(given, KEY), trust_remote_code=trusts)
 
 
-def _open_base(folder: Path, base: str | None, overrides: Sequence[str]) -> ModelSource:
+def _open_base(folder: Path, base: str | None, overrides: Sequence[str], import_paths: bool) -> ModelSource:
     """Return the base of an adapter's folder: `base`, or the one that its config names."""
     from pipeline.models.adapters import check_peft_folder
 
@@ -223,7 +223,7 @@ def _open_base(folder: Path, base: str | None, overrides: Sequence[str]) -> Mode
         if (_find_folder(named) / ADAPTER_CONFIG).exists():
             merge = format_pipeline_command("export", named, "OUT", "--merge")
             raise ModelError(f"{named} is an adapter, too; merge that first: {merge}, then --base OUT")
-        return open_source(named, overrides=overrides)
+        return open_source(named, overrides=overrides, import_paths=import_paths)
     except PipelineError as error:
         advice = "" if base else f"; it is from {ADAPTER_CONFIG}, and --base FOLDER_OR_HUB_NAME names another"
         reason = summarize_error(error, 600).removeprefix(f"{KEY}: ")

@@ -12,7 +12,6 @@ from support.checkpoints import flip_last_bit
 from support.launch import ROOT, read_reproducible_rows, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from pipeline.__main__ import main
 from pipeline.cli.train import main as train
 
 pytestmark = pytest.mark.slow
@@ -53,19 +52,6 @@ def chat_run(tmp_path_factory):
     run = trained(ROOT / "launch" / "recipes" / "finetune_chat.yaml", folder / "run", *changes)
     shutil.rmtree(base)  # neither command needs it
     return run
-
-
-@pytest.fixture
-def call(capsys):
-    """`call("evaluate", run, ...)` -> (exit code, stdout, stderr without what is logged of the data)."""
-
-    def function(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, [line for line in err.splitlines() if line.startswith("error: ")]
-
-    return function
 
 
 def table(text):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from support.base_model import write_base_model, write_conversations
 from support.launch import ROOT, write_recipe
@@ -49,19 +50,6 @@ def made(tmp_path_factory) -> Path:
         assert main(["export", str(folder / name), str(folder / f"{name}_out")]) == 0
     assert main(["export", str(folder / "lora"), str(folder / "lora_merged"), "--merge"]) == 0
     return folder
-
-
-@pytest.fixture
-def call(capsys):
-    """`call("generate", source, ...)` -> (exit code, stdout, errors)."""
-
-    def function(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, [line for line in err.splitlines() if line.startswith("error: ")]
-
-    return function
 
 
 def load(*arguments, **options):
@@ -135,6 +123,17 @@ def test_a_folder_is_loaded_as_transformers_loads_it_in_its_own_dtype(made, tmp_
     assert output[0, logprobs.shape[1] :].tolist() == ids[0]
     for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json"):
         assert (tmp_path / "half" / name).read_text() == (made / "run_out" / name).read_text()
+
+
+def test_a_base_that_is_a_run_may_not_name_code_either(made, tmp_path, call):
+    run = shutil.copytree(made / "run", tmp_path / "run")
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["callbacks"] = ["evil:Callback"]
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    adapter = name_base(shutil.copytree(made / "lora_out", tmp_path / "adapter"), str(run))
+    code, out, (error,) = call("generate", adapter, "--prompt", "x", "--no-import-paths")
+    assert (code, out) == (2, "")
+    assert "'evil:Callback' would run code, and --no-import-paths was given" in error
 
 
 def test_an_adapter_is_merged_with_its_base(made, tmp_path, call):
