@@ -13,12 +13,13 @@ from pipeline.cli.inputs import (
     ParagraphHelpFormatter,
     add_overrides,
     add_source_arguments,
+    open_argument_source,
     report_file_errors,
 )
 from pipeline.config.optional_packages import require_package
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
-from pipeline.evaluation.sources import ModelSource, open_source
+from pipeline.evaluation.sources import ModelSource
 from pipeline.monitoring.logs import log_to_console
 
 log = logging.getLogger(__name__)
@@ -94,13 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "SOURCE is missing: give a run directory, an exported folder (transformers or peft) or a hub name"
         )
-    source = open_source(
-        arguments.source,
-        arguments.step,
-        arguments.overrides,
-        base=arguments.base,
-        import_paths=not arguments.no_import_paths,
-    )
+    source = open_argument_source(arguments)
     if tasks is None:
         _evaluate_held_out(source)
     else:

@@ -14,6 +14,7 @@ from pipeline.cli.inputs import (
     ParagraphHelpFormatter,
     add_overrides,
     add_source_arguments,
+    open_argument_source,
     report_file_errors,
 )
 from pipeline.config.command_lines import format_pipeline_command
@@ -81,15 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"--host {host}: other machines could use the model; set a key in an environment variable and "
             "name it: --api-key-env NAME"
         )
-    from pipeline.evaluation.sources import open_source
-
-    source = open_source(
-        arguments.source,
-        arguments.step,
-        arguments.overrides,
-        base=arguments.base,
-        import_paths=not arguments.no_import_paths,
-    )
+    source = open_argument_source(arguments)
     name = arguments.name or source.name
     if arguments.engine == "vllm":
         _run_vllm(source, name, arguments, api_key)
