@@ -54,6 +54,7 @@ from pipeline.monitoring.alerts.rules import build_alerts
 from pipeline.monitoring.histograms import HistogramMeter
 from pipeline.monitoring.metrics import GpuMeter, Meters, PriorUsage, WallTime, Workload
 from pipeline.monitoring.trackers import build_trackers
+from pipeline.monitoring.trackers.interface import Trackers
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.objectives import Objective, SegmentObjective, build_objective
 from pipeline.planner.hardware import peak_flops
@@ -69,6 +70,7 @@ from pipeline.training.safeguard import Safeguard
 
 if TYPE_CHECKING:  # lm-eval is imported only for runs with tasks
     from pipeline.evaluation.harness import LoadedTasks
+    from pipeline.evaluation.training_tasks import TrainingTasks
 
 
 def build_meters(
@@ -398,20 +400,6 @@ def assemble(
     # On a GPU a row is read one step later, so that no step waits; a rollback needs the row immediately.
     rows_behind = int(engine.device.type == "cuda" and not safeguard.rolls_back)
     histograms_every = config.wandb.histograms_every
-    training_tasks = None
-    if tasks is not None:
-        from pipeline.evaluation.training_tasks import TrainingTasks
-
-        training_tasks = TrainingTasks(
-            tasks,
-            config,
-            resolved.batch_plan,
-            job=job,
-            engine=engine,
-            tokenizer=data.tokenizer,
-            directory=directory,
-            show=trackers.show,
-        )
     peak_learning_rate = config.optimizer.learning_rate or suggest_learning_rate(engine.module)
     return RunComponents(
         job=job,
@@ -438,8 +426,38 @@ def assemble(
         callbacks=build_callbacks(
             config, job, trackers.tell, checkpoint_state, has_held_out=eval_loader is not None
         ),
-        tasks=training_tasks,
+        tasks=build_tasks(tasks, config, restored, job=job, directory=directory, trackers=trackers),
         report_sample=build_text_sampler(engine, data, config, trackers.tell),
+    )
+
+
+def build_tasks(
+    tasks: LoadedTasks | None,
+    config: RunConfig,
+    restored: RestoredRun,
+    *,
+    job: Job,
+    directory: Path,
+    trackers: Trackers,
+) -> TrainingTasks | None:
+    """Return the evaluation of a run on its tasks; `None` without any. Only runs with tasks import lm-eval.
+
+    Raises:
+        ConfigError: See TrainingTasks.
+    """
+    if tasks is None:
+        return None
+    from pipeline.evaluation.training_tasks import TrainingTasks
+
+    return TrainingTasks(
+        tasks,
+        config,
+        restored.resolved.batch_plan,
+        job=job,
+        engine=restored.engine,
+        tokenizer=restored.data.tokenizer,
+        directory=directory,
+        show=trackers.show,
     )
 
 
