@@ -234,7 +234,7 @@ class Service:
             if request.options.stream_options.get("include_usage"):
                 yield write(usage=request.count_tokens())
             yield "data: [DONE]\n\n"
-        except Exception as error:
+        except Exception as error:  # of any kind: it is too late for a handler's response
             yield f"data: {json.dumps(_to_api_error(error).body)}\n\n"
 
     async def _generate(self, request: _Request) -> AsyncIterator[_Piece]:
@@ -282,7 +282,7 @@ class Service:
                 if prompts:
                     settings = [row.settings for row in self._running]
                     self._model.engine.generate(prompts, settings, self._on_token)
-            except Exception as error:
+            except Exception as error:  # of any kind, or the clients would wait forever
                 failure = _to_api_error(error)
                 for row in self._running:
                     row.request.post(failure)
