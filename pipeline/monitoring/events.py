@@ -108,17 +108,11 @@ class Histograms:
 
 @dataclass(frozen=True)
 class TaskTable:
-    """Documents of the evaluation tasks, with the model's answers after a step. Secrets are removed."""
+    """Documents of the evaluation tasks, with the model's answers after a step; see TaskSample."""
 
     step: int
     rows: Sequence[tuple[str, int, str, str, str, float]]
     """Task, index of the document, prompt, expected answer, answer, and score of the answer."""
-
-    def __post_init__(self) -> None:
-        rows = [
-            (task, document, *map(redact_text, texts), score) for task, document, *texts, score in self.rows
-        ]
-        object.__setattr__(self, "rows", rows)
 
 
 TASKS_FOLDER = "tasks"

@@ -6,7 +6,13 @@ import re
 from monitoring.trackers.test_trackers_composite import build, recipe
 
 from pipeline.config.schema import LogConfig
-from pipeline.monitoring.trackers.console import ConsoleTracker, format_count, format_loss, format_norm
+from pipeline.monitoring.trackers.console import (
+    ConsoleTracker,
+    eval_lines,
+    format_count,
+    format_loss,
+    format_norm,
+)
 
 
 class Clock:
@@ -107,9 +113,7 @@ def test_tasks_have_a_line_of_their_own_behind_the_sets():
         "eval/tasks/cloze/acc": 0.31,
         "eval/tasks/cloze/perplexity": 4.1e11,
     }
-    tracker, out, _ = plain_tracker(max_steps=1000)
-    tracker.write(40, row)
-    assert out.getvalue().splitlines() == [
+    assert eval_lines(40, 1000, row) == [
         "eval   40/1000  loss  3.0000",
         "          code  loss  2.5000",
         "tasks   40/1000  arithmetic exact_match 0.420  cloze acc 0.310 perplexity 4.1e+11",
@@ -117,9 +121,7 @@ def test_tasks_have_a_line_of_their_own_behind_the_sets():
 
 
 def test_a_line_of_tasks_alone_names_the_first_ones():
-    tracker, out, _ = plain_tracker(max_steps=9)
-    tracker.write(9, {f"eval/tasks/task{number}/acc": 0.5 for number in range(11)})
-    (line,) = out.getvalue().splitlines()
+    (line,) = eval_lines(9, 9, {f"eval/tasks/task{number}/acc": 0.5 for number in range(11)})
     assert line.startswith("tasks 9/9  task0 acc 0.500  task1 acc 0.500")
     assert line.endswith("task7 acc 0.500  and 3 more")
 
