@@ -14,7 +14,7 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,6 @@ from pipeline.evaluation.task_results import (
     compute_stderr,
 )
 from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
-from pipeline.models.embeddings import get_vocabulary_size
 from pipeline.models.generation import GenerationSettings
 from pipeline.objectives.model_call import ModelCall
 from pipeline.redaction import redact_text
@@ -71,7 +70,6 @@ SHIPPED_TASKS = Path(__file__).with_name("tasks")
 """Folder of the tasks that need no network."""
 LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
 """Folder of lm-eval's own tasks."""
-MAX_LOGITS = 2**29  # of a forward, unless a single row has more; a run's own loss may need none of them
 SEED = 1234  # of few-shot examples and numpy: lm-eval's default
 NUM_SAMPLES = 20  # documents of a task that the results have as text
 SAMPLING_DEFAULTS = {"temperature": 0.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of transformers
@@ -113,7 +111,7 @@ class HarnessModel(HFLM):
         call: The call of the model.
         job: Ranks of the job.
         tokenizer: Tokenizer of the model.
-        tokens_per_batch: Largest number of tokens of a forward on one rank.
+        tokens_per_batch: Largest number of tokens of a forward on one rank; see score_continuations.
         rows_per_batch: Largest number of prompts that a rank continues together.
         on_progress: Called on all ranks together, with the numbers of answered requests and of all of a kind.
 
@@ -138,8 +136,7 @@ class HarnessModel(HFLM):
         self.job = job
         self._engine = engine
         self._call = call
-        max_tokens = MAX_LOGITS // (get_vocabulary_size(engine.module) or 1)
-        self._tokens_per_batch = min(tokens_per_batch, max_tokens)
+        self._tokens_per_batch = tokens_per_batch
         self._rows_per_batch = rows_per_batch
         self._on_progress = on_progress
         # What the inherited methods read:
@@ -188,7 +185,7 @@ class HarnessModel(HFLM):
             repeats[tuple(prompt)] += 1
             length = max_length - context.shape[1]
             settings.append(GenerationSettings(length, seed=SEED, sample=sample, **sampling))
-        self._check_equal_on_ranks((prompts, settings))
+        self._check_equal_on_ranks(zip(prompts, settings, strict=True))
         window = max(len(each.encode()) for each in stop)  # tokens; each has at least one byte
 
         def start_batch(indices: Sequence[int]) -> Callable[[int, Any], bool]:
@@ -213,14 +210,16 @@ class HarnessModel(HFLM):
         endings = [torch.tensor(ids, dtype=torch.int64) for ids in texts]
         return torch.cat([context, pad_sequence(endings, True, self.eot_token_id)], dim=1)
 
-    def _check_equal_on_ranks(self, requests: object) -> None:
+    def _check_equal_on_ranks(self, requests: Iterable[Any]) -> None:
         """Check that a task asks the same on every rank, since each answers a part. Collective.
 
         Raises:
             DataError: The requests differ; raised on every rank.
         """
-        digests = self.job.gather_object(xxhash.xxh3_64_intdigest(repr(requests).encode()))
-        if len(set(digests)) > 1:
+        digest = xxhash.xxh3_64()
+        for request in requests:  # one by one: the text of all is several times as large as their ids
+            digest.update(repr(request).encode())
+        if len(set(self.job.gather_object(digest.intdigest()))) > 1:
             raise DataError(
                 "the documents or prompts differ between ranks; let the task's functions return the same in "
                 "each process: sort what comes from a set, and seed random numbers"

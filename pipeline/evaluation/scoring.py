@@ -21,6 +21,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine.interface import Evaluator
 from pipeline.errors import DataError
+from pipeline.models.embeddings import get_vocabulary_size
 from pipeline.models.generation import (
     GenerationSettings,
     TextGenerator,
@@ -33,6 +34,8 @@ from pipeline.objectives.continuations import ContinuationScorer, build_scoring_
 from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.preferences import get_sequence_group
 
+MAX_LOGITS = 2**29
+"""Largest number of logits of a batch, unless a single row has more. A run's own loss may need none."""
 Request = tuple[Sequence[int], Sequence[int]]
 """The ids of a context and of its continuation."""
 
@@ -81,8 +84,8 @@ def score_continuations(
         job: Ranks of the job.
         requests: Ids of contexts and continuations, none of them empty; the same on every rank.
         max_tokens: Largest number of tokens that the model reads in a row.
-        tokens_per_batch: Largest number of tokens of a batch on one rank, padding included. A batch has at
-            least one row.
+        tokens_per_batch: Largest number of tokens of a batch on one rank, padding included, if MAX_LOGITS
+            allows as many. A batch has at least one row.
         on_progress: Called on every rank after each of its batches, with the number of requests that all
             ranks have scored and the number of all requests.
 
@@ -108,6 +111,7 @@ def score_continuations(
     multiple = get_sequence_group(engine.module).size
     lengths = [min(len(context) + len(continuation) - 1, max_tokens) for context, continuation in requests]
     lengths = [math.ceil(length / multiple) * multiple for length in lengths]
+    tokens_per_batch = min(tokens_per_batch, MAX_LOGITS // (get_vocabulary_size(engine.module) or 1))
     num_done = 0
     for batches in plan_rounds(lengths, engine.dp_world_size, lambda length: tokens_per_batch // length):
         job.progress.start_activity("evaluation")

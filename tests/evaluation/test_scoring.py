@@ -224,6 +224,14 @@ def test_progress_counts_requests_up_to_all(single):
     assert seen[-1] == (9, 9)
 
 
+def test_a_batch_has_no_more_logits_than_memory_allows(single, monkeypatch):
+    seen = []
+    monkeypatch.setattr("pipeline.evaluation.scoring.MAX_LOGITS", 2 * POSITIONS * VOCABULARY)
+    requests = [([5] * POSITIONS, [6])] * 4 + [([5] * 100, [6])]
+    score(single, ALONE, requests, 10_000, on_progress=lambda done, total: seen.append(done))
+    assert seen == [2, 4, 5]
+
+
 def test_a_request_that_is_the_likeliest_is_greedy(single):
     start = [5, 6, 7]
     (text,) = single.generate([start], GenerationSettings(6))
