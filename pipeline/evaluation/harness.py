@@ -13,7 +13,6 @@ import logging
 import math
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ from pipeline.evaluation.task_results import (
     compute_stderr,
 )
 from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
-from pipeline.models.generation import GenerationSettings
+from pipeline.models.generation import GenerationSettings, number_samples
 from pipeline.objectives.model_call import ModelCall
 from pipeline.redaction import redact_text
 
@@ -178,13 +177,9 @@ class HarnessModel(HFLM):
         rows = zip(context, mask, strict=True)
         prompts = [ids[is_token].tolist() or [self.prefix_token_id] for ids, is_token in rows]
         sampling = self._read_sampling(generation_kwargs)
-        settings = []
-        repeats: Counter[tuple[int, ...]] = Counter()
-        for prompt in prompts:
-            sample = repeats[tuple(prompt)]
-            repeats[tuple(prompt)] += 1
-            length = max_length - context.shape[1]
-            settings.append(GenerationSettings(length, seed=SEED, sample=sample, **sampling))
+        length = max_length - context.shape[1]
+        samples = number_samples(prompts)
+        settings = [GenerationSettings(length, seed=SEED, sample=sample, **sampling) for sample in samples]
         self._check_equal_on_ranks(zip(prompts, settings, strict=True))
         window = max(len(each.encode()) for each in stop)  # tokens; each has at least one byte
 

@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,7 +35,7 @@ from pipeline.evaluation.conversation import INCOMPLETE, ChatFormat, TextStream
 from pipeline.evaluation.openai_requests import AnyOptions, ApiError, ChatOptions, TextOptions, parse_request
 from pipeline.evaluation.scoring import ScoredTokens, score_continuations
 from pipeline.evaluation.sources import LoadedModel
-from pipeline.models.generation import GeneratedToken, GenerationSettings, check_prompts
+from pipeline.models.generation import GeneratedToken, GenerationSettings, check_prompts, number_samples
 
 DEFAULT_CHAT_TOKENS = 4096  # or up to the end of the context, if that is nearer
 MAX_BODY_BYTES = 2**24
@@ -74,12 +74,9 @@ class _Request:
         settings = GenerationSettings(max_tokens, num_logprobs=options.num_logprobs, **given)
         check_prompts(model.engine.module, prompts, [settings] * len(prompts))
         self.rows: list[_Row] = []
-        num_samples: Counter[tuple[int, ...]] = Counter()  # of each prompt, as a list may have equal ones
-        for prompt in prompts:
-            for _ in range(options.n):
-                sample = num_samples[tuple(prompt)]
-                num_samples[tuple(prompt)] += 1
-                self.rows.append(_Row(self, prompt, replace(settings, sample=sample), model))
+        repeated = [prompt for prompt in prompts for _ in range(options.n)]
+        for prompt, sample in zip(repeated, number_samples(repeated), strict=True):
+            self.rows.append(_Row(self, prompt, replace(settings, sample=sample), model))
 
     def post(self, item: _Piece | Exception) -> None:
         """Pass on a piece, or why there is none."""

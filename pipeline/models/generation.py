@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,6 +166,17 @@ def spread_settings(
             f"there are {num_prompts} prompts and {len(settings)} settings; give one for each prompt"
         )
     return list(settings)
+
+
+def number_samples(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return `GenerationSettings.sample` of each prompt: the number of equal prompts before it."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    numbers = []
+    for prompt in prompts:
+        key = tuple(prompt)
+        numbers.append(counts[key])
+        counts[key] += 1
+    return numbers
 
 
 @tag_errors(Phase.GENERATION)
