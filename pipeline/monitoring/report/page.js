@@ -12,7 +12,9 @@ const isComparison = data.runs.length > 1;
 const escapeMarkup = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const shorten = (text, length) =>
   (text.length > length ? `${text.slice(0, length - 20)}…${text.slice(-19)}` : text);
-const labelOf = (key) => key.replace(/^(perf|memory)\/|_(seconds|gib)$/g, "").replaceAll("_", " ");
+const isEval = (key) => key.startsWith("eval/");
+const labelOf = (key) => (isEval(key) ? key // with the name of a data set or task
+  : key.replace(/^(perf|memory)\/|_(seconds|gib)$/g, "").replaceAll("_", " "));
 const formatCount = (number) => number.toLocaleString("en");
 const colour = (number) => COLOURS[number % COLOURS.length];
 const colourOf = (event) => LEVELS[event.level] ?? LEVELS.info;
@@ -40,7 +42,6 @@ function curveTraces(curve, trace) {
 
 // With several runs, colours distinguish runs and dashes distinguish columns.
 function dashOf(key, keys) {
-  const isEval = (key) => key.startsWith("eval/");
   const index = keys.filter((other) => isEval(other) === isEval(key)).indexOf(key);
   return (isEval(key) ? ["dash", "longdashdot"] : ["solid", "dot", "dashdot"])[index];
 }

@@ -78,8 +78,12 @@ def list_panels(runs: Sequence[RunReport]) -> list[tuple[str, list[str], bool]]:
     by_metric: dict[str, list[str]] = {}
     for key in sorted(columns):
         if key.startswith(TASK_COLUMNS):
-            by_metric.setdefault(f"Tasks: {key.rpartition('/')[2]}", []).append(key)
-    panels = {**PANELS, **by_metric}
+            by_metric.setdefault(key.rpartition("/")[2], []).append(key)
+    panels: dict[str, Sequence[str]] = dict(PANELS)
+    for metric, keys_of_tasks in by_metric.items():
+        # A single curve has no legend, so its title names the task.
+        name = metric if len(keys_of_tasks) > 1 else keys_of_tasks[0].removeprefix(TASK_COLUMNS)
+        panels[f"Tasks: {name}"] = keys_of_tasks
     main = [(title, [key for key in keys if key in columns], True) for title, keys in panels.items()]
     used = {key for _, keys, _ in main for key in keys}
     others = [(key, [key], False) for key in sorted(columns - used)]

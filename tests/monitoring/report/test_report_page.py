@@ -223,7 +223,7 @@ def test_each_metric_of_tasks_has_a_plot_with_a_curve_for_each_task(make_run):
         title: (keys, is_main) for title, keys, is_main in list_panels([read_run(make_run(lines=lines))])
     }
     assert panels["Tasks: acc"] == (["eval/tasks/cloze/acc", "eval/tasks/sums/acc"], True)
-    assert panels["Tasks: perplexity"] == (["eval/tasks/cloze/perplexity"], True)
+    assert panels["Tasks: cloze/perplexity"] == (["eval/tasks/cloze/perplexity"], True)
 
 
 def write_answers(run, step, answer):
