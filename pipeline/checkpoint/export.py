@@ -149,7 +149,7 @@ def export(
 def export_source(
     source: ModelSource, out: str | Path, *, dtype: str | None = None, merge: bool = False
 ) -> ExportResult:
-    """Write a language model that is no run's as a folder of transformers, with its tokenizer.
+    """Write a language model of a folder or the hub as a folder of transformers, with its tokenizer.
 
     Args:
         source: Folder or hub name of a model, or an adapter over one.
@@ -173,7 +173,7 @@ def export_source(
         )
     if merge and not is_adapter:
         raise ConfigError(f"{source.location} is no adapter (no adapter_config.json); remove --merge")
-    if source.whole.run is not None:
+    if source.whole_model.run is not None:
         raise ConfigError(
             f"{source.location}: its base is a run; export that first, and name the folder: --base OUT"
         )
@@ -181,7 +181,7 @@ def export_source(
     out = _resolve_output(out)
     choose_accelerator()  # transformers imports DeepSpeed to save
     tokenizer = source.load_tokenizer()
-    model: Any = load_stored_model(source.whole.location, source.trust_remote_code, "SOURCE")
+    model: Any = load_stored_model(source.whole_model.location, source.trust_remote_code, "SOURCE")
     target = model.dtype if dtype is None else DTYPES_BY_OPTION[dtype]
     if is_adapter:
         from pipeline.models.adapters import apply_peft_folder
@@ -348,7 +348,11 @@ def _write_file(
 
 
 def _write_tensor(file: BinaryIO, name: str, saved: Tensor, dtype: torch.dtype) -> int:
-    """Append a tensor to a file, converted to `dtype`, and return its number of bytes in the saved dtype."""
+    """Append a tensor to a file, converted to `dtype`, and return its number of bytes in the saved dtype.
+
+    Raises:
+        CheckpointError: See _convert.
+    """
     file.write(as_bytes(_convert(name, saved, dtype)).numpy().data)
     return saved.nbytes
 

@@ -44,9 +44,10 @@ COMMANDS = {
     "/help": "list the commands; a message that begins with a slash needs a space before it",
     "/quit": "end, as Ctrl-D does",
 }
-DIM = "\x1b[2m"
+DIM = "\x1b[2m"  # code of terminals
 NOT_DIM = "\x1b[22m"
 UNFINISHED_TAG = re.compile(r"[<\[]/?[A-Za-z]*\Z")
+"""Pattern of an end of text that may be the beginning of a tag."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,23 +79,23 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class ReasoningDimmer:
-    """Dims the text between tags of reasoning by codes of terminals."""
+    """Puts codes around the text between tags of reasoning, by which a terminal dims it."""
 
     def __init__(self) -> None:
         from pipeline.data.chat_template import REASONING_TAGS  # imports numpy
 
         self._tag = re.compile(REASONING_TAGS.pattern.replace("<", "</?").replace(r"\[", r"\[/?"))
-        self._held = ""  # may be the beginning of a tag
+        self._pending = ""  # may be the beginning of a tag
         self._is_dim = False
 
     def push(self, text: str, is_end: bool = False) -> str:
-        """Return further text with codes; at the end, all that is left."""
-        text = self._held + text
+        """Return the text with codes. The beginning of a possible tag is returned later, or if `is_end`."""
+        text = self._pending + text
         unfinished = None if is_end else UNFINISHED_TAG.search(text)
         end = unfinished.start() if unfinished else len(text)
-        self._held = text[end:]
-        shown = self._tag.sub(self._mark, text[:end])
-        return shown + NOT_DIM if is_end and self._is_dim else shown
+        self._pending = text[end:]
+        dimmed = self._tag.sub(self._mark, text[:end])
+        return dimmed + NOT_DIM if is_end and self._is_dim else dimmed
 
     def _mark(self, tag: re.Match[str]) -> str:
         begins = tag[0][1] != "/"
@@ -196,7 +197,7 @@ class Chat:
         return text
 
     def _run_command(self, line: str) -> None:
-        name, _, rest = line.partition(" ")
+        name, _, argument = line.partition(" ")
         match name:
             case "/regenerate":
                 if not self._messages:
@@ -206,9 +207,9 @@ class Chat:
             case "/reset":
                 self._messages = []
             case "/system":
-                self.set_system(rest.strip())
+                self.set_system(argument.strip())
             case "/save":
-                self._save(rest.strip())
+                self._save(argument.strip())
             case "/help":
                 print("\n".join(f"{command:14}{text}" for command, text in COMMANDS.items()))
             case "/quit":
@@ -274,7 +275,7 @@ class Chat:
             _print_note(f"the answer was cut after {settings.max_new_tokens:,} tokens")
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], GenerationSettings]:
-        """Return the ids of a prompt and the settings of its answer; too old messages are left out."""
+        """Return the prompt's ids and the answer's settings. A long prompt loses its oldest messages."""
         from pipeline.evaluation.samples import encode_text, limit_length
 
         settings = replace(self._settings, sample=self._sample)

@@ -43,7 +43,7 @@ To see the tasks, and to evaluate on two of them:
 
   %(prog)s SOURCE --tasks stdlib_perplexity,addition --output results.json
 """
-SECONDS_BETWEEN_LINES = 10.0  # of progress
+SECONDS_BETWEEN_LINES = 10.0  # lines about progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +137,7 @@ def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespa
     from pipeline.cli.screen import Screen
     from pipeline.distributed.process_group import start_job
     from pipeline.evaluation.harness import HarnessModel, load_tasks, run_tasks
-    from pipeline.evaluation.task_results import compare_results, find_other_prompts, read_task_results
+    from pipeline.evaluation.task_results import compare_results, find_prompt_differences, read_task_results
 
     if arguments.limit is not None and not 0 < arguments.limit < math.inf:
         raise ConfigError(f"--limit {arguments.limit:g}: expected a number above 0")
@@ -154,9 +154,9 @@ def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespa
         names, arguments.limit, arguments.num_fewshot, import_paths=not arguments.no_import_paths
     )
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    opened = source.load(job)
-    precision = opened.engine.precision_text
-    log.info("evaluating %s on %s in %s", opened.name, job.device.type, precision)
+    model = source.load(job)
+    precision = model.engine.precision_text
+    log.info("evaluating %s on %s in %s", model.name, job.device.type, precision)
     last_line = time.monotonic()
 
     def log_progress(done: int, total: int) -> None:
@@ -167,7 +167,7 @@ def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespa
 
     results = run_tasks(
         loaded,
-        HarnessModel(opened.engine, opened.call, job, opened.tokenizer, on_progress=log_progress),
+        HarnessModel(model.engine, model.call, job, model.tokenizer, on_progress=log_progress),
         apply_chat_template=arguments.apply_chat_template,
         settings={"model": str(arguments.source), "step": arguments.step, "precision": precision},
     )
@@ -182,11 +182,11 @@ def _evaluate_tasks(source: ModelSource, tasks: str, arguments: argparse.Namespa
         results.write(output)
     if earlier is None:
         return
-    other_prompts = find_other_prompts(earlier, results)
-    if other_prompts:
+    prompt_differences = find_prompt_differences(earlier, results)
+    if prompt_differences:
         log.warning(
             "the earlier results had other prompts (%s), so the difference is not of the model alone",
-            ", ".join(other_prompts),
+            ", ".join(prompt_differences),
         )
     rows = []
     for each in compare_results(earlier, results):

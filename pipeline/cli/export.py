@@ -73,9 +73,9 @@ def _export_run(arguments: argparse.Namespace) -> ExportResult:
     from pipeline.cli.screen import Screen
 
     if arguments.base or arguments.overrides:
-        given = arguments.base or arguments.overrides[0]
+        unused = arguments.base or arguments.overrides[0]
         raise ConfigError(
-            f"{given}: {arguments.source} is a run, whose checkpoint determines this; remove it"
+            f"{unused}: {arguments.source} is a run, whose checkpoint determines this; remove it"
         )
     directory, checkpoint, manifest = find_checkpoint(Path(arguments.source), arguments.step)
     entries = CheckpointWeights(manifest).entries.values()

@@ -116,10 +116,10 @@ def _read_conversation(file: str) -> dict[str, Any]:
     """
     content = sys.stdin.buffer.read() if file == "-" else read_regular_file(file, MAX_DESCRIPTION_BYTES)
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(f"--messages {file} is no JSON: {error}") from None
-    row = found if isinstance(found, dict) else {"messages": found}
+    row = value if isinstance(value, dict) else {"messages": value}
     if not isinstance(row.get("messages"), list):
         raise DataError(
             f'--messages {file}: expected messages, such as [{{"role": "user", "content": "Hi!"}}], or an '

@@ -340,13 +340,13 @@ def show_model(screen: Screen, source: ModelSource) -> None:
         PipelineError: The model's config or its tokenizer cannot be read, or it is no language model.
     """
     from pipeline.evaluation.conversation import ChatFormat
-    from pipeline.evaluation.sources import KEY, find_end_ids
+    from pipeline.evaluation.sources import SOURCE, find_end_ids
     from pipeline.models.generation import get_max_positions
     from pipeline.models.huggingface import build_empty_model
 
-    whole = source.whole
+    whole = source.whole_model
     tokenizer = source.load_tokenizer()
-    model = build_empty_model(whole.location, whole.trust_remote_code, KEY)
+    model = build_empty_model(whole.location, whole.trust_remote_code, SOURCE)
     name = f"{source.kind} {source.location if source.run is None else source.run.checkpoint}"
     num_parameters = f"{sum(p.numel() for p in model.parameters()):,}"
     if source.base is not None:

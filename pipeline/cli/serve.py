@@ -38,7 +38,7 @@ To talk to it in a browser, with Open WebUI:
 
   OPENAI_API_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none open-webui serve
 """
-AFTER_INTERRUPT = ""
+AFTER_INTERRUPT = ""  # `pipeline/__main__.py` prints nothing more than "stopped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from pipeline.data.template_encoder import TemplateEncoder, get_template_variabl
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import DataError
 
-INCOMPLETE = "\ufffd"  # character that a decoder writes for bytes that are no character, or not yet
+INCOMPLETE = "\ufffd"  # a decoder writes it for bytes that are not, or not yet, a character
 MESSAGES = "messages"  # location of a conversation in error messages
 REASONING_OPENED = re.compile(rf"(?:{REASONING_TAGS.pattern})\s*\Z")
 
@@ -60,17 +60,17 @@ class ChatFormat:
         row = {"messages": list(messages), "tools": tools}
         conversation = self._encoder.escape(read_conversation(MESSAGES, row, "messages"))
         texts = self._template.write([(MESSAGES, conversation, True)])
-        others = [turn for turn in conversation.turns if turn["role"] != "system"]
-        if len(others) < len(conversation.turns):
-            with suppress(DataError):  # the template may refuse them
-                texts += self._template.write([(MESSAGES, replace(conversation, turns=others), True)])
-            if texts[1:] == texts[:1]:
+        other_turns = [turn for turn in conversation.turns if turn["role"] != "system"]
+        if len(other_turns) < len(conversation.turns):
+            with suppress(DataError):  # the template may refuse the other turns alone
+                texts += self._template.write([(MESSAGES, replace(conversation, turns=other_turns), True)])
+            if len(texts) == 2 and texts[0] == texts[1]:
                 raise DataError("the chat template does not write a system message; leave it out")
         return self._encoder.encode_marked(texts[0])[0]
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Special tokens that end an answer; empty if the template writes none after an answer."""
+        """Ids of the special tokens that end an answer; empty if the template writes none after an answer."""
         turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "!"}]
         text = self._template.write([(MESSAGES, Conversation(turns))])[0]
         end = self._encoder.special_pattern.search(text[text.rfind("!") :])
@@ -96,7 +96,7 @@ class TextStream:
         tokenizer: Tokenizer of transformers.
         end_ids: Tokens that end the answer.
         stop: Strings that end the answer before their first character.
-        prompt_ids: Tokens before the answer if the text continues them; then a space at its start is kept.
+        prompt_ids: Ids of the prompt if the answer continues its text; then the answer's first space stays.
 
     Attributes:
         finish_reason: "stop" after an end token or stop string, "length" if the answer ended without one,
@@ -126,9 +126,9 @@ class TextStream:
         self._end_ids = end_ids
         self._stop = stop
         self._ids = [i for i in prompt_ids if i not in self._hidden_ids]
-        self._num_read = len(self._ids)  # number of the ids whose text has been read; they precede the rest
+        self._num_read = len(self._ids)  # number of ids, from the first on, whose text has been read
         self._read_text = self._decode()
-        self._held = ""  # text that has been read, and may be the beginning of a stop string
+        self._pending = ""  # text that has been read, and may be the beginning of a stop string
 
     def push(self, token_id: int) -> str:
         """Return the further text that is certain after this token, and set `finish_reason` at the end."""
@@ -142,7 +142,7 @@ class TextStream:
         return self._release(self._read(is_end=False), is_end=False)
 
     def finish(self, reason: Literal["stop", "length"] = "length") -> str:
-        """Return the rest of the text, and set `finish_reason`: to "stop" if a stop string is found."""
+        """Return the remaining text, and set `finish_reason`: to "stop" if the text has a stop string."""
         if self.finish_reason is not None:
             return ""
         text = self._release(self._read(is_end=True), is_end=True)
@@ -172,14 +172,15 @@ class TextStream:
 
     def _release(self, new_text: str, is_end: bool) -> str:
         """Return the text up to a stop string, and hold back what may be the beginning of one."""
-        text = self._held + new_text
-        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if found:
-            _, start = min(found)
+        text = self._pending + new_text
+        starts = [(text.find(stop), len(stop)) for stop in self._stop]
+        limits = [(start + length, start) for start, length in starts if start >= 0]
+        if limits:
+            _, start = min(limits)  # of the stop string that ends first
             self.finish_reason = "stop"
             return text[:start]
-        starts = () if is_end else range(len(text))
-        begins_stop = (start for start in starts if any(stop.startswith(text[start:]) for stop in self._stop))
+        tails = () if is_end else range(len(text))
+        begins_stop = (start for start in tails if any(stop.startswith(text[start:]) for stop in self._stop))
         end = next(begins_stop, len(text))
-        self._held = text[end:]
+        self._pending = text[end:]
         return text[:end]

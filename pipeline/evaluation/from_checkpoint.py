@@ -43,6 +43,13 @@ from pipeline.models.weights import load_weights
 from pipeline.objectives import Batch, LossSum, Objective, SegmentObjective, build_objective
 from pipeline.redaction import REDACTED
 
+log = logging.getLogger(__name__)
+
+CHANGEABLE_SECTIONS = ("data", "eval", "loader", "batch")
+"""Sections of the recipe that overrides may change."""
+SECTIONS_WITHOUT_SECRETS = ("data", "eval", "model", "objective")
+"""Sections of the recipe in which an override must replace every redacted value."""
+
 
 class InferenceEngine:
     """Evaluates and generates on one device, in the precision of the engine that trained the model.
@@ -96,14 +103,6 @@ class InferenceEngine:
     ) -> list[list[int]]:
         """Return the generated ids of each prompt. See TextGenerator.generate."""
         return generate_ids(self.module, prompts, settings, self.device, on_token)
-
-
-log = logging.getLogger(__name__)
-
-CHANGEABLE_SECTIONS = ("data", "eval", "loader", "batch")
-"""Sections of the recipe that overrides may change."""
-SECTIONS_WITHOUT_SECRETS = ("data", "eval", "model", "objective")
-"""Sections of the recipe in which an override must replace every redacted value."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], impo
         import_paths: Whether the recipe may name code to run.
 
     Raises:
-        ConfigError: The recipe cannot be read or has a redacted value, an override changes what the
+        ConfigError: The recipe cannot be read or has a redacted value. Or an override changes what the
             checkpoint determines, or the model has Python code and no override allows to run it.
         CheckpointError: There is no such checkpoint, or split.json cannot be read.
     """
@@ -304,7 +303,10 @@ def load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> Infer
 
 @tag_errors(Phase.MODEL)
 def load_stored_engine(location: str, job: Job, trust_remote_code: bool, key: str) -> InferenceEngine:
-    """Load a language model from a folder of transformers or from the hub; see load_stored_model."""
+    """Load a language model from a folder of transformers or from the hub, in its stored dtype.
+
+    See load_stored_model for the arguments and errors.
+    """
     from pipeline.models.huggingface import load_stored_model
 
     model: nn.Module = load_stored_model(location, trust_remote_code, key)

@@ -82,15 +82,15 @@ def _get_metric(name: str, hf_evaluate_metric: bool = False) -> Any:
     return get_metric(name, hf_evaluate_metric)
 
 
-def _exp(exponent: float) -> float:
-    """Return the exponential; infinity for a perplexity that is too large, which shall not end a training."""
+def _compute_exp(exponent: float) -> float:
+    """Return the exponential, or infinity where math.exp would raise an error and end a training."""
     try:
         return math.exp(exponent)
     except OverflowError:
         return math.inf
 
 
-lm_eval.api.metrics.math = SimpleNamespace(**vars(math) | {"exp": _exp})
+lm_eval.api.metrics.math = SimpleNamespace(**vars(math) | {"exp": _compute_exp})
 # A task's prompts are Jinja templates, which lm-eval would run outside of a sandbox.
 _sandbox = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
 _sandbox.filters |= lm_eval.utils.env.filters
@@ -103,7 +103,7 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 class HarnessModel(HFLM):
-    """Lm-eval's model of transformers, with an engine in place of the module. The methods are collective.
+    """Answers lm-eval's requests as its class HFLM does, by an engine. The methods are collective.
 
     Args:
         engine: Engine with a causal language model.
@@ -177,23 +177,25 @@ class HarnessModel(HFLM):
         rows = zip(context, mask, strict=True)
         prompts = [ids[is_token].tolist() or [self.prefix_token_id] for ids, is_token in rows]
         sampling = self._read_sampling(generation_kwargs)
-        length = max_length - context.shape[1]
+        max_new_tokens = max_length - context.shape[1]
         samples = number_samples(prompts)
-        settings = [GenerationSettings(length, seed=SEED, sample=sample, **sampling) for sample in samples]
+        settings = [
+            GenerationSettings(max_new_tokens, seed=SEED, sample=sample, **sampling) for sample in samples
+        ]
         self._check_equal_on_ranks(zip(prompts, settings, strict=True))
         window = max(len(each.encode()) for each in stop)  # tokens; each has at least one byte
 
         def start_batch(indices: Sequence[int]) -> Callable[[int, Any], bool]:
-            texts: list[list[int]] = [[] for _ in indices]
+            answers: list[list[int]] = [[] for _ in indices]
 
             def has_ended(index: int, token: Any) -> bool:
-                texts[index].append(token.id)
-                end = self.tokenizer.decode(texts[index][-window:])
+                answers[index].append(token.id)
+                end = self.tokenizer.decode(answers[index][-window:])
                 return any(each in end for each in stop)
 
             return has_ended
 
-        texts = generate_over_ranks(
+        new_ids = generate_over_ranks(
             self._engine,
             self.job,
             prompts,
@@ -202,7 +204,7 @@ class HarnessModel(HFLM):
             make_callback=start_batch,
             on_progress=self._on_progress,
         )
-        endings = [torch.tensor(ids, dtype=torch.int64) for ids in texts]
+        endings = [torch.tensor(ids, dtype=torch.int64) for ids in new_ids]
         return torch.cat([context, pad_sequence(endings, True, self.eot_token_id)], dim=1)
 
     def _check_equal_on_ranks(self, requests: Iterable[Any]) -> None:
@@ -227,18 +229,18 @@ class HarnessModel(HFLM):
             DataError: An option is not supported.
         """
         does_sample = options.pop("do_sample")
-        given = {key: value for key, value in options.items() if (key, value) != ("num_beams", 1)}
-        for key in given.keys() - SAMPLING_DEFAULTS.keys():
+        of_task = {key: value for key, value in options.items() if (key, value) != ("num_beams", 1)}
+        for key in of_task.keys() - SAMPLING_DEFAULTS.keys():
             supported = ", ".join(["until", "max_gen_toks", "do_sample", *SAMPLING_DEFAULTS])
-            raise DataError(f"generation_kwargs has {key}={given[key]}, expected only {supported}")
+            raise DataError(f"generation_kwargs has {key}={of_task[key]}, expected only {supported}")
         if not does_sample:
             return {}
-        if not given.get("temperature"):
+        if not of_task.get("temperature"):
             raise DataError("generation_kwargs has do_sample without a temperature above 0; give one")
         config = getattr(self._engine.module, "generation_config", None)
         of_model = {key: getattr(config, key, None) for key in SAMPLING_DEFAULTS}
-        stated = {key: value for key, value in of_model.items() if value is not None}
-        return SAMPLING_DEFAULTS | stated | given
+        of_model = {key: value for key, value in of_model.items() if value is not None}
+        return SAMPLING_DEFAULTS | of_model | of_task
 
 
 @dataclass(frozen=True)
@@ -284,18 +286,19 @@ def load_tasks(
         manager, specs = _find_tasks(names, import_paths)
         for spec in specs:
             if (manager.task_index[spec].cfg or {}).get("unsafe_code"):
-                _refuse(spec)  # before its code is imported
+                _refuse_task(spec)  # before its code is imported
             with errors_in_one_line(f"task {spec}: loading it or its data", DataError):
                 loaded = manager.load([spec])
             tasks |= loaded["tasks"]
             groups |= loaded["groups"]
         for name, task in tasks.items():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-                _refuse(name)
+                _refuse_task(name)
             if not len(task.eval_docs):
                 raise DataError(f"task {name}: it has no documents; correct its data, split or process_docs")
-            own = task.get_config("num_fewshot")
-            if own is None or (num_fewshot is not None and own != 0):  # as in lm-eval, a task's 0 stays
+            of_task = task.get_config("num_fewshot")
+            # As in lm-eval, a task's 0 stays.
+            if of_task is None or (num_fewshot is not None and of_task != 0):
                 task.set_config(key="num_fewshot", value=num_fewshot or 0)
         return LoadedTasks(tasks, groups, limit, random.getstate(), np.random.get_state())
 
@@ -347,10 +350,10 @@ def run_tasks(
                 raise
             with errors_in_one_line(f"a task among {', '.join(loaded.tasks)}", DataError):
                 raise
-    both = loaded.tasks | loaded.groups
-    found = {name: _read_result(name, task, results) for name, task in both.items()}
-    described = {**(settings or {}), "limit": loaded.limit, "apply_chat_template": apply_chat_template}
-    shared: TaskResults = model.job.broadcast_object(TaskResults(found, described))
+    tasks_and_groups = loaded.tasks | loaded.groups
+    by_name = {name: _read_result(name, task, results) for name, task in tasks_and_groups.items()}
+    description = {**(settings or {}), "limit": loaded.limit, "apply_chat_template": apply_chat_template}
+    shared: TaskResults = model.job.broadcast_object(TaskResults(by_name, description))
     return shared
 
 
@@ -363,32 +366,32 @@ def _find_tasks(names: Sequence[str], import_paths: bool) -> tuple[TaskManager, 
         ConfigError: A name is unknown, or two tasks have the same one.
         DataError: A YAML file is not valid.
     """
-    own: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}  # of the user's files
     specs: list[str] = []
-    others: list[str] = []
+    indexed_names: list[str] = []
     for name in names:
         if "/" not in name and not name.endswith((".yaml", ".yml")):
-            others.append(name)
+            indexed_names.append(name)
             continue
         path = Path(name).expanduser().resolve()
         for file in sorted(path.rglob("*.yaml")) if path.is_dir() else [path]:
             entry = _read_file(file, import_paths)
-            other = own.setdefault(entry.name, entry)
+            other = entries.setdefault(entry.name, entry)
             if other.yaml_path != file or entry.name in names:
                 raise ConfigError(f"two tasks have the name {entry.name}; rename that of {file}")
             specs.append(entry.name)
     manager = TaskManager(include_path=str(SHIPPED_TASKS), include_defaults=False)
-    has_group = any(entry.kind is Kind.GROUP for entry in own.values())
-    if has_group or not all(manager.match_tasks([name]) for name in others):
+    has_group = any(entry.kind is Kind.GROUP for entry in entries.values())
+    if has_group or not all(manager.match_tasks([name]) for name in indexed_names):
         manager = TaskManager(include_path=str(SHIPPED_TASKS))
-    for name in others:
-        found = manager.match_tasks([name])
-        if not found:
+    for name in indexed_names:
+        matches = manager.match_tasks([name])
+        if not matches:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ConfigError(f"there is no task {name!r}{hint}; --tasks list shows what there is")
-        specs += found
-    manager.task_index.update(own)
+        specs += matches
+    manager.task_index.update(entries)
     return manager, list(dict.fromkeys(specs))
 
 
@@ -422,7 +425,8 @@ def _check_file(file: Path, import_paths: bool) -> None:
         _check_file(file.parent / name, import_paths)
 
 
-def _refuse(name: str) -> None:
+def _refuse_task(name: str) -> None:
+    """Raise the ConfigError for a task that is multimodal, or runs code that the model has written."""
     raise ConfigError(
         f"task {name}: it has images or sound, or runs code that the model has written; run it by lm_eval on "
         "the exported model, in a container without network and secrets"
@@ -431,19 +435,19 @@ def _refuse(name: str) -> None:
 
 def _read_result(task_name: str, task: Any, results: Mapping[str, Any]) -> TaskResult:
     """Return the result of a task or group among lm-eval's results, whose metrics are `metric,filter`."""
-    found = results["results"][task_name]
+    values = results["results"][task_name]
     rows = results["samples"].get(task_name, [])  # a group has none
     functions = task.aggregation() if rows else {}
-    known = {get_aggregation(aggregation): aggregation for aggregation in AGGREGATIONS}
+    names = {get_aggregation(name): name for name in AGGREGATIONS}  # of functions
     metrics: dict[str, TaskMetric] = {}
     documents: dict[str, Scores] = {f"{row['doc_id']} {row['doc_hash']}": {} for row in rows}
-    for key, value in found.items():
+    for key, value in values.items():
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float, np.number)):
             continue
         name = key.removesuffix(",none")  # the filter's name if a task has none
         # lm-eval's default is the mean.
-        aggregation = known.get(functions.get(metric, lm_eval.api.metrics.mean)) if rows else None
+        aggregation = names.get(functions.get(metric, lm_eval.api.metrics.mean)) if rows else None
         pairs = []
         for row in rows:
             if aggregation is not None and row["filter"] == filter_name and metric in row["metrics"]:
@@ -452,13 +456,13 @@ def _read_result(task_name: str, task: Any, results: Mapping[str, Any]) -> TaskR
                 documents[f"{row['doc_id']} {row['doc_hash']}"][name] = pairs[-1]
         stderr = None if aggregation is None else compute_stderr(np.array(pairs), aggregation)
         metrics[name] = TaskMetric(float(value), stderr, aggregation)
-    shown = [row for row in rows if row["filter"] == rows[0]["filter"]][:NUM_SAMPLES]
+    first_rows = [row for row in rows if row["filter"] == rows[0]["filter"]][:NUM_SAMPLES]
     return TaskResult(
         metrics=metrics,
-        num_documents=int(found.get("sample_len", 0)),
+        num_documents=int(values.get("sample_len", 0)),
         num_fewshot=int(results["n-shot"].get(task_name) or 0),
         documents=documents,
-        samples=[_read_sample(row, task.OUTPUT_TYPE) for row in shown],
+        samples=[_read_sample(row, task.OUTPUT_TYPE) for row in first_rows],
     )
 
 

@@ -25,6 +25,9 @@ from pipeline.models.embeddings import get_vocabulary_size
 from pipeline.objectives import Objective
 from pipeline.objectives.interface import TwoPassObjective, list_extra_sums
 
+TEXT_KEYS = ("text_targets", "text_bytes")
+"""Names of two sums that the host counts: targets, and bytes of their text."""
+
 
 def build_eval_loader(
     config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Evaluator
@@ -48,10 +51,6 @@ def build_eval_loader(
         vocab_size=get_vocabulary_size(engine.module) if config.model.language_model is not None else None,
         token_bytes=count_token_bytes(data.tokenizer) if data.tokenizer is not None else None,
     )
-
-
-TEXT_KEYS = ("text_targets", "text_bytes")
-"""Names of two sums that the host counts: targets, and bytes of their text."""
 
 
 @tag_errors(Phase.EVALUATION)
@@ -136,8 +135,8 @@ def get_best_metric(
 ) -> dict[str, float | str]:
     """Return the name, value and mode of the metric that chooses the best checkpoint.
 
-    A checkpoint stores them. The value is NaN if the objective has this metric and no target counted
-    for it, or if the metric is the loss and only tasks were evaluated.
+    A checkpoint stores them. The value is NaN if no target counted for this metric of the objective, or if
+    the metric is the loss and only tasks were evaluated.
 
     Args:
         config: Section `eval` of the recipe.

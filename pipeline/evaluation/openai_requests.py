@@ -1,6 +1,6 @@
 """Checks the requests of OpenAI's API.
 
-A field that has no effect here is an error that names it, so that no client believes it was heeded.
+A field that would change the answer, but is unknown or not supported, is an error that names the field.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TokenIds = Annotated[list[int], Field(min_length=1)]
 TokenLimit = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_LOGPROBS = 20  # likeliest tokens at each position
 WITHOUT_EFFECT = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
-"""Fields that are accepted, and change nothing."""
+"""Fields that are accepted and ignored, since they do not describe the answer."""
 UNSUPPORTED = {
     "frequency_penalty": 0,
     "logit_bias": {},
@@ -25,7 +25,7 @@ UNSUPPORTED = {
     "response_format": {"type": "text"},
     "store": False,
 }
-"""Fields that are not supported, with the value that asks for nothing."""
+"""Field that is not supported -> its only accepted value, which changes nothing."""
 
 
 class ApiError(Exception):
@@ -46,13 +46,13 @@ class ApiError(Exception):
 
 
 def _make_list(value: Any) -> Any:
-    """Return a list with a value that stands for itself: a text, or a text's ids."""
+    """Return a list of values; a single text, or the ids of one, becomes a list of one."""
     is_one = isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int)
     return [value] if is_one else value
 
 
-class Options(BaseModel):
-    """Fields of both endpoints."""
+class SharedOptions(BaseModel):
+    """Fields that both endpoints have."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -69,7 +69,7 @@ class Options(BaseModel):
     stop: Annotated[list[str], BeforeValidator(_make_list)] = Field([], max_length=32)
 
 
-class ChatOptions(Options):
+class ChatOptions(SharedOptions):
     """Fields of /v1/chat/completions. The chat template's reader checks the messages and tools."""
 
     messages: list[dict[str, Any]]
@@ -87,7 +87,7 @@ class ChatOptions(Options):
         return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
 
-class TextOptions(Options):
+class TextOptions(SharedOptions):
     """Fields of /v1/completions."""
 
     prompt: Annotated[list[str | TokenIds], BeforeValidator(_make_list)] = Field(min_length=1)
@@ -118,14 +118,14 @@ def parse_request(raw: bytes, kind: type[AnyOptions]) -> AnyOptions:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _to_field_error(error) from None
 
 
-def _explain(error: ValidationError) -> ApiError:
-    """Return the answer for an invalid field; if it has several forms, for the one that fits best."""
-    found = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
-    place = re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, found["loc"])))
-    if found["type"] == "extra_forbidden":
+def _to_field_error(error: ValidationError) -> ApiError:
+    """Return the answer for an invalid field; of the forms that a field may have, the closest one counts."""
+    detail = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
+    place = re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, detail["loc"])))
+    if detail["type"] == "extra_forbidden":
         return ApiError(f"{place}: unknown, or not supported; leave it out", place, "unknown_parameter")
-    got = "" if found["type"] == "missing" else f"; got {found['input']!r:.60}"
-    return ApiError(f"{place}: {found['msg'][0].lower()}{found['msg'][1:]}{got}", place)
+    got = "" if detail["type"] == "missing" else f"; got {detail['input']!r:.60}"
+    return ApiError(f"{place}: {detail['msg'][0].lower()}{detail['msg'][1:]}{got}", place)

@@ -76,7 +76,7 @@ def score_continuations(
     """Return the scores of each request's continuation after its context, in order. Collective.
 
     A request that is too long loses the beginning of its context, as in lm-eval's HFLM: the model reads the
-    last `max_tokens` of all tokens but the last one. Between steps of a training it changes nothing.
+    last `max_tokens` of all tokens but the last one. Between two steps, scoring does not change a training.
 
     Args:
         engine: Engine with a causal language model.
@@ -118,7 +118,7 @@ def score_continuations(
         indices = batches[engine.dp_rank]
         rows = [([*requests[i][0], *requests[i][1]][-(max_tokens + 1) :], numbers[i]) for i in indices]
         batch = build_scoring_batch(rows, lengths[indices[0]] if indices else multiple, max_tokens)
-        with torch.compiler.set_stance("force_eager"):  # it would compile again for other shapes
+        with torch.compiler.set_stance("force_eager"):  # other shapes would be compiled again
             engine.eval_step(batch, scorer)
         num_done += sum(map(len, batches))
         if on_progress is not None:
@@ -126,8 +126,8 @@ def score_continuations(
     *sums, num_ranks = job.all_reduce_sum(scorer.scores)  # all ranks of a tensor group have scored a token
     logprobs, top_logprobs, top_ids = ((each / num_ranks).tolist() for each in sums)
     results = []
-    for (_, continuation), own in zip(requests, numbers, strict=True):
-        part = slice(own.start, own.stop)
+    for (_, continuation), columns in zip(requests, numbers, strict=True):
+        part = slice(columns.start, columns.stop)
         ids = [int(each) for each in top_ids[part]]
         is_greedy = ids == list(continuation)
         results.append(ScoredTokens(logprobs[part], ids, top_logprobs[part], is_greedy))
@@ -208,5 +208,5 @@ def generate_over_ranks(
         if on_progress is not None:
             num_done += sum(map(len, batches))
             on_progress(num_done, len(prompts))
-    found = {index: text for each in job.gather_object(texts) for index, text in each.items()}
-    return [found[index] for index in range(len(prompts))]
+    all_texts = {index: text for each in job.gather_object(texts) for index, text in each.items()}
+    return [all_texts[index] for index in range(len(prompts))]

@@ -55,7 +55,7 @@ class _Piece(NamedTuple):
     finish_reason: str | None
 
 
-class _Request:
+class _ApiRequest:
     """A request with its rows, and the pieces that the device's thread passes to the server's."""
 
     def __init__(self, options: AnyOptions, prompts: list[list[int]], model: LoadedModel) -> None:
@@ -64,14 +64,14 @@ class _Request:
         self.has_echo = isinstance(options, TextOptions) and options.echo
         if self.has_echo and (options.num_logprobs or 0) > 1:
             raise ApiError("logprobs: with echo give 0 or 1, as a prompt has one likeliest token", "logprobs")
-        self.has_left = False  # whether the client has
+        self.has_left = False  # whether the client has closed the connection
         self.pieces: asyncio.Queue[_Piece | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         max_tokens = options.max_tokens or DEFAULT_CHAT_TOKENS
         if options.max_tokens is None and model.max_positions is not None:
             max_tokens = max(1, min(max_tokens, model.max_positions - len(prompts[0])))
-        given = options.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"})
-        settings = GenerationSettings(max_tokens, num_logprobs=options.num_logprobs, **given)
+        sampling = options.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"})
+        settings = GenerationSettings(max_tokens, num_logprobs=options.num_logprobs, **sampling)
         check_prompts(model.engine.module, prompts, [settings] * len(prompts))
         self.rows: list[_Row] = []
         repeated = [prompt for prompt in prompts for _ in range(options.n)]
@@ -84,7 +84,7 @@ class _Request:
             self._loop.call_soon_threadsafe(self.pieces.put_nowait, item)
 
     def count_tokens(self) -> dict[str, int]:
-        """Return the usage."""
+        """Return the numbers of tokens, in OpenAI's form."""
         prompt = sum(len(row.prompt) for row in self.rows[:: self.options.n])
         generated = sum(row.num_generated for row in self.rows)
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
@@ -94,7 +94,7 @@ class _Row:
     """One text to generate. The device's thread calls its methods."""
 
     def __init__(
-        self, request: _Request, prompt: list[int], settings: GenerationSettings, model: LoadedModel
+        self, request: _ApiRequest, prompt: list[int], settings: GenerationSettings, model: LoadedModel
     ) -> None:
         self.request = request
         self.prompt = prompt
@@ -102,12 +102,12 @@ class _Row:
         self.num_generated = 0
         self._index = len(request.rows)
         self._model = model
-        before = () if request.is_chat else prompt  # which the text continues
+        continued_ids = () if request.is_chat else prompt
         self._stream = TextStream(
-            model.tokenizer, end_ids=model.end_ids, stop=request.options.stop, prompt_ids=before
+            model.tokenizer, end_ids=model.end_ids, stop=request.options.stop, prompt_ids=continued_ids
         )
-        self._num_shown = 0  # characters
-        self._tokens: _Tokens = []  # whose text is not shown yet
+        self._num_shown = 0  # number of characters
+        self._tokens: _Tokens = []  # tokens whose text is not shown yet
 
     def show_prompt(self, scores: ScoredTokens | None) -> None:
         """Show the prompt, with the scores of its tokens after the first."""
@@ -132,7 +132,7 @@ class _Row:
             text += self._stream.finish()
         reason = self._stream.finish_reason
         if reason == "stop" and not text and token.id not in self._model.end_ids:
-            self._tokens = []  # they are a stop string
+            self._tokens = []  # their text is a stop string
         if text or reason is not None:
             self._show(text, reason)
         return reason is not None
@@ -165,8 +165,8 @@ class Service:
         # Forks a process, which is safe before there are threads.
         self._chat = ChatFormat(model.tokenizer) if model.tokenizer.chat_template else None
         model.tokenizer("")  # sets its options now, and not while another thread uses it
-        self._encoding = ThreadPoolExecutor(1, "encoding")  # a text of megabytes takes seconds
-        self._device = ThreadPoolExecutor(1, "device")
+        self._encoding_thread = ThreadPoolExecutor(1, "encoding")  # a text of megabytes takes seconds
+        self._device_thread = ThreadPoolExecutor(1, "device")
         self._waiting: deque[_Row] = deque()
         self._running: list[_Row] = []
         self._num_generated = 0
@@ -182,12 +182,12 @@ class Service:
         errors = (ApiError, PipelineError, HTTPException, ClientDisconnect, Exception)
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, _respond_to_error))
 
-    async def _show_health(self, request: Request) -> Response:
+    async def _show_health(self, http: Request) -> Response:
         counts = {"running": len(self._running), "waiting": len(self._waiting)}
         return JSONResponse({"status": "ok", **counts, "generated_tokens": self._num_generated})
 
-    async def _show_models(self, request: Request) -> Response:
-        _check_client(request, self._api_key)
+    async def _show_models(self, http: Request) -> Response:
+        _check_client(http, self._api_key)
         card = {"id": self._names[0], "object": "model", "created": 0, "owned_by": "pipeline"}
         return JSONResponse({"object": "list", "data": [card]})
 
@@ -199,8 +199,8 @@ class Service:
             message = f"there is no model {options.model!r}; this server has {self._names[0]!r}"
             raise ApiError(message, "model", "model_not_found", 404)
         loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(self._encoding, self._encode, options)
-        request = _Request(options, prompts, self._model)
+        prompts = await loop.run_in_executor(self._encoding_thread, self._encode, options)
+        request = _ApiRequest(options, prompts, self._model)
         if options.stream:
             return StreamingResponse(self._stream(request), media_type="text/event-stream")
         texts = [_Piece(index, "", [], None) for index in range(len(request.rows))]
@@ -215,7 +215,7 @@ class Service:
         choices = [self._write_choice(request, text) for text in texts]
         return JSONResponse(self._make_head(request) | {"choices": choices, "usage": request.count_tokens()})
 
-    async def _stream(self, request: _Request) -> AsyncIterator[str]:
+    async def _stream(self, request: _ApiRequest) -> AsyncIterator[str]:
         """Yield the answer as server-sent events. An error ends them."""
         head = self._make_head(request)
 
@@ -234,10 +234,10 @@ class Service:
         except Exception as error:  # of any kind: it is too late for a handler's response
             yield f"data: {json.dumps(_to_api_error(error).body)}\n\n"
 
-    async def _generate(self, request: _Request) -> AsyncIterator[_Piece]:
-        """Let the rows be generated, and yield their pieces until the last row has ended."""
+    async def _generate(self, request: _ApiRequest) -> AsyncIterator[_Piece]:
+        """Queue the rows for the device's thread, and yield their pieces until the last row has ended."""
         self._waiting.extend(request.rows)
-        self._device.submit(self._run_batches)
+        self._device_thread.submit(self._run_batches)
         num_open = len(request.rows)
         try:
             while num_open:
@@ -255,9 +255,11 @@ class Service:
         """Return the ids of the prompts. Runs in a thread of its own."""
         tokenizer = self._model.tokenizer
         if isinstance(options, TextOptions):
-            given = options.prompt
-            rows = [tokenizer(p, verbose=False)["input_ids"] if isinstance(p, str) else p for p in given]
-            return [ids or [tokenizer.eos_token_id] for ids in rows]  # an empty text: a new document
+            rows = [
+                tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt
+                for prompt in options.prompt
+            ]
+            return [ids or [tokenizer.eos_token_id] for ids in rows]  # an empty text begins a new document
         assert isinstance(options, ChatOptions)
         tools = options.tools if options.tool_choice == "auto" else None
         self._chat = self._chat or ChatFormat(tokenizer)
@@ -293,24 +295,24 @@ class Service:
     def _show_prompts(self, rows: Sequence[_Row]) -> None:
         """Score the tokens of prompts after the first, and show the prompts."""
         model = self._model
-        requests = [(row.prompt[:1], row.prompt[1:]) for row in rows if len(row.prompt) > 1]
+        pairs = [(row.prompt[:1], row.prompt[1:]) for row in rows if len(row.prompt) > 1]
         longest = max((len(row.prompt) for row in rows), default=1)
         size = longest * self._max_batch
         scores = score_continuations(
-            model.engine, model.call, self._job, requests, max_tokens=longest, tokens_per_batch=size
+            model.engine, model.call, self._job, pairs, max_tokens=longest, tokens_per_batch=size
         )
-        found = iter(scores)
+        scores_of_pairs = iter(scores)
         for row in rows:
-            row.show_prompt(next(found) if len(row.prompt) > 1 else None)
+            row.show_prompt(next(scores_of_pairs) if len(row.prompt) > 1 else None)
 
-    def _make_head(self, request: _Request) -> dict[str, Any]:
+    def _make_head(self, request: _ApiRequest) -> dict[str, Any]:
         kind = "text_completion"
         if request.is_chat:
             kind = "chat.completion.chunk" if request.options.stream else "chat.completion"
         answer_id = f"cmpl-{secrets.token_hex(16)}"
         return {"id": answer_id, "object": kind, "created": int(time.time()), "model": self._names[0]}
 
-    def _write_choice(self, request: _Request, piece: _Piece) -> dict[str, Any]:
+    def _write_choice(self, request: _ApiRequest, piece: _Piece) -> dict[str, Any]:
         """Return a text, or a part of one, in OpenAI's form."""
         body: dict[str, Any] = {"text": piece.text}
         if request.is_chat:
@@ -355,36 +357,37 @@ class Service:
         return str(twice[len(once) :])  # some decoders remove the space at the start of a text
 
 
-def _check_client(request: Request, api_key: str | None) -> None:
-    """Check the API key. If there is none, check the names by which a browser calls this machine.
+def _check_client(http: Request, api_key: str | None) -> None:
+    """Check the API key. If there is none, check that Host and Origin name this machine.
 
-    Otherwise any web page could use the server, also by a name of its own that points to this machine.
+    Without the second check, any web page in a browser here could use the server, even by a host name of the
+    page's owner that resolves to this machine.
     """
     if api_key is not None:
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+        authorization = http.headers.get("authorization", "")
+        if not hmac.compare_digest(authorization.encode(), f"Bearer {api_key}".encode()):
             raise ApiError("API key is missing or wrong; send Authorization: Bearer KEY", status=401)
         return
     for header in ("host", "origin"):
-        name = request.headers.get(header, LOOPBACK_NAMES[0]).rpartition("://")[2]
+        name = http.headers.get(header, LOOPBACK_NAMES[0]).rpartition("://")[2]
         if re.sub(r":\d+$", "", name.lower()) not in LOOPBACK_NAMES:
             message = f"without an API key, {name[:200]!r} is not answered; set --api-key-env"
             raise ApiError(message, code="unknown_host", status=403)
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_body(http: Request) -> bytes:
     """Return the body of a request, and refuse one that is too large before it fills the memory."""
     body = bytearray()
-    async for part in request.stream():
+    async for part in http.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
             raise ApiError(f"the request has more than {MAX_BODY_BYTES:,} bytes; send less", status=413)
     return bytes(body)
 
 
-async def _respond_to_error(request: Request, error: Exception) -> Response:
+async def _respond_to_error(http: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+        error = ApiError(f"{http.method} {http.url.path}: {error.detail}", status=error.status_code)
     failure = _to_api_error(error)
     return JSONResponse(failure.body, failure.status)
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pipeline.evaluation.from_checkpoint import InferenceEngine, TrainedRun
     from pipeline.objectives.model_call import ModelCall
 
-KEY = "SOURCE"
-"""Name of the argument in messages."""
+SOURCE = "SOURCE"
+"""Name of the command-line argument, for messages."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "*token*", "vocab*", "merges.txt", "*.jinja")
 """Patterns of the files that are downloaded of an adapter on the hub."""
@@ -72,8 +72,8 @@ class ModelSource:
     """Whether Python code of the model may run."""
 
     @property
-    def whole(self) -> ModelSource:
-        """Source of all weights but an adapter's: the base of an adapter, else this source."""
+    def whole_model(self) -> ModelSource:
+        """Source with the weights of a whole model: the base of an adapter, else this source."""
         return self.base or self
 
     def load_tokenizer(self) -> PreTrainedTokenizerFast:
@@ -92,7 +92,7 @@ class ModelSource:
             )
         if self.base is not None and not any(Path(self.location).glob("tokenizer*")):
             return self.base.load_tokenizer()
-        return load_pretrained(self.location, KEY)
+        return load_pretrained(self.location, SOURCE)
 
     def load(self, job: Job) -> LoadedModel:
         """Return the model with its weights on the job's device.
@@ -112,10 +112,10 @@ class ModelSource:
         is_conversational = bool(tokenizer.chat_template)
         if self.run is not None:
             is_conversational = uses_chat_template(self.run.config.data, tokenizer)
-        if self.whole.run is not None:
-            engine = load_engine(self.whole.run, job, None)
+        if self.whole_model.run is not None:
+            engine = load_engine(self.whole_model.run, job, None)
         else:
-            engine = load_stored_engine(self.whole.location, job, self.trust_remote_code, KEY)
+            engine = load_stored_engine(self.whole_model.location, job, self.trust_remote_code, SOURCE)
         if self.base is not None:
             from pipeline.models.adapters import apply_peft_folder
 
@@ -147,8 +147,9 @@ def names_run(source: str | Path) -> bool:
     if path.exists():
         problem = "is a folder without a model" if path.is_dir() else "is a file"
     raise ModelError(
-        f"{KEY}: {source} {problem}; expected a run directory (with checkpoints/), a folder of transformers "
-        f"(with config.json) or of peft (with {ADAPTER_CONFIG}), or a name on the hub (OWNER/NAME)"
+        f"{SOURCE}: {source} {problem}; expected a run directory (with checkpoints/), a folder of "
+        f"transformers (with config.json) or of peft (with {ADAPTER_CONFIG}), or a name on the hub "
+        "(OWNER/NAME)"
     )
 
 
@@ -174,11 +175,11 @@ def open_source(
         CheckpointError: A run has no such checkpoint.
         ModelError: There is no such model, or its config cannot be read.
     """
-    given = str(source)
-    path = Path(given).expanduser()
-    if names_run(given):
+    name_or_path = str(source)
+    path = Path(name_or_path).expanduser()
+    if names_run(name_or_path):
         if base is not None:
-            raise ConfigError(f"--base {base}: {given} is a run, which knows its base; remove --base")
+            raise ConfigError(f"--base {base}: {name_or_path} is a run, which knows its base; remove --base")
         from pipeline.evaluation.from_checkpoint import open_trained_run
 
         run = open_trained_run(path, step, overrides, import_paths)
@@ -187,37 +188,42 @@ def open_source(
         name = run.run.resolve().name
         return ModelSource(name, "run", str(run.model_folder), run, trust_remote_code=trusts)
     if step != "last":
-        raise ConfigError(f"--step {step}: {given} is no run directory, so it has no steps; remove --step")
+        raise ConfigError(
+            f"--step {step}: {name_or_path} is no run directory, so it has no steps; remove --step"
+        )
     if any(parse_override(argument) != (REMOTE_CODE.split("."), True) for argument in overrides):
         raise ConfigError(
-            f"command line: {given} is no run, so it has no recipe; the only key for it is {REMOTE_CODE}=true"
+            f"command line: {name_or_path} is no run, so it has no recipe; the only key for it is "
+            f"{REMOTE_CODE}=true"
         )
     trusts = bool(overrides)
-    name = path.resolve().name if path.exists() else given
-    folder = _find_folder(given)
+    name = path.resolve().name if path.exists() else name_or_path
+    folder = _find_folder(name_or_path)
     if (folder / ADAPTER_CONFIG).exists():
         opened = _open_base(folder, base, overrides, import_paths)
         return ModelSource(name, "adapter", str(folder), base=opened, trust_remote_code=trusts)
     if base is not None:
-        raise ConfigError(f"--base {base}: {given} is no adapter (no {ADAPTER_CONFIG}); remove --base")
-    if read_pretrained_config(given, KEY).get("quantization_config"):
-        raise ModelError(f"{KEY}: {given}: its weights are already quantized; use the original model")
+        raise ConfigError(f"--base {base}: {name_or_path} is no adapter (no {ADAPTER_CONFIG}); remove --base")
+    if read_pretrained_config(name_or_path, SOURCE).get("quantization_config"):
+        raise ModelError(
+            f"{SOURCE}: {name_or_path}: its weights are already quantized; use the original model"
+        )
     from pipeline.models.transformers_facts import resolve_pretrained
 
     kind: Literal["folder", "hub"] = "folder" if path.exists() else "hub"
-    return ModelSource(name, kind, resolve_pretrained(given, KEY), trust_remote_code=trusts)
+    return ModelSource(name, kind, resolve_pretrained(name_or_path, SOURCE), trust_remote_code=trusts)
 
 
 def _open_base(folder: Path, base: str | None, overrides: Sequence[str], import_paths: bool) -> ModelSource:
     """Return the base of an adapter's folder: `base`, or the one that its config names."""
     from pipeline.models.adapters import check_peft_folder
 
-    config = check_peft_folder(folder, f"{KEY}: {folder}")
+    config = check_peft_folder(folder, f"{SOURCE}: {folder}")
     named = base or config.get("base_model_name_or_path")
     if not (isinstance(named, str) and named):
         raise ModelError(
-            f"{KEY}: {folder} is an adapter whose {ADAPTER_CONFIG} names no base (base_model_name_or_path); "
-            "name it: --base FOLDER_OR_HUB_NAME"
+            f"{SOURCE}: {folder} is an adapter whose {ADAPTER_CONFIG} names no base "
+            "(base_model_name_or_path); name it: --base FOLDER_OR_HUB_NAME"
         )
     try:
         if (_find_folder(named) / ADAPTER_CONFIG).exists():
@@ -226,19 +232,19 @@ def _open_base(folder: Path, base: str | None, overrides: Sequence[str], import_
         return open_source(named, overrides=overrides, import_paths=import_paths)
     except PipelineError as error:
         advice = "" if base else f"; it is from {ADAPTER_CONFIG}, and --base FOLDER_OR_HUB_NAME names another"
-        reason = summarize_error(error, 600).removeprefix(f"{KEY}: ")
+        reason = summarize_error(error, 600).removeprefix(f"{SOURCE}: ")
         raise ModelError(f"{folder} is an adapter whose base cannot be opened: {reason}{advice}") from None
 
 
-def _find_folder(given: str) -> Path:
-    """Return a path, or the folder with the files that an adapter on the hub has, if it is one."""
-    path = Path(given).expanduser()
-    if path.exists() or is_path(given):
+def _find_folder(name_or_path: str) -> Path:
+    """Return a path, or the folder of a name on the hub, after a download of ADAPTER_FILES."""
+    path = Path(name_or_path).expanduser()
+    if path.exists() or is_path(name_or_path):
         return path
     from huggingface_hub import snapshot_download
 
-    with use_hub_or_cache(KEY, given, ModelError), suppress(OSError, ValueError):
-        return Path(snapshot_download(given, allow_patterns=list(ADAPTER_FILES)))
+    with use_hub_or_cache(SOURCE, name_or_path, ModelError), suppress(OSError, ValueError):
+        return Path(snapshot_download(name_or_path, allow_patterns=list(ADAPTER_FILES)))
     return path  # there is no such name, and read_pretrained_config says why
 
 

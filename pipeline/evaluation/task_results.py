@@ -1,8 +1,8 @@
 """Holds the results of evaluation tasks, and compares two results document by document.
 
-A metric is a function of a sum over a sum, both over documents. So each document's pair of summands is enough
-for standard errors, and for a paired bootstrap over the documents that two results share. A file of results
-is JSON.
+A metric is a function of the quotient of two sums over documents. So each document's pair of summands is
+enough for standard errors, and for a paired bootstrap over the documents that two results share. A file of
+results is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AGGREGATIONS: dict[str, Callable[[Any], Any]] = {
     "bits_per_byte": lambda mean: -mean / math.log(2),
 }
 """lm-eval's name of an aggregation -> function of the documents' mean that gives the metric."""
-NUM_RESAMPLES = 10_000
+NUM_RESAMPLES = 10_000  # of the bootstrap
 Scores: TypeAlias = dict[str, tuple[float, float]]
 """Metric -> a document's summands of its numerator and of its denominator, which is 1 for a plain mean."""
 
@@ -157,27 +157,27 @@ def compare_results(earlier: TaskResults, later: TaskResults) -> list[MetricComp
     Raises:
         DataError: The results have no such metric of a document in common.
     """
-    found: list[MetricComparison] = []
+    comparisons: list[MetricComparison] = []
     for name in filter(earlier.tasks.get, later.tasks):
-        found += _compare_task(name, earlier.tasks[name], later.tasks[name])
-    if not found:
+        comparisons += _compare_task(name, earlier.tasks[name], later.tasks[name])
+    if not comparisons:
         raise DataError(
             "the results have no task with the same documents and metrics: the earlier one has "
             f"{format_names(list(earlier.tasks))}, this one {format_names(list(later.tasks))}"
         )
-    return found
+    return comparisons
 
 
-def find_other_prompts(earlier: TaskResults, later: TaskResults) -> list[str]:
-    """Return the settings of prompts that differ between two results, so that not only the model does."""
-    found = []
+def find_prompt_differences(earlier: TaskResults, later: TaskResults) -> list[str]:
+    """Return the names of the settings of prompts that differ between two results."""
+    differences = []
     template = "apply_chat_template"
     if bool(earlier.settings.get(template)) != bool(later.settings.get(template)):
-        found.append(template)
+        differences.append(template)
     for name in filter(earlier.tasks.get, later.tasks):
         if earlier.tasks[name].num_fewshot != later.tasks[name].num_fewshot:
-            found.append(f"num_fewshot of {name}")
-    return found
+            differences.append(f"num_fewshot of {name}")
+    return differences
 
 
 def _compare_task(name: str, earlier: TaskResult, later: TaskResult) -> Iterator[MetricComparison]:

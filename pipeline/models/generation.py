@@ -259,22 +259,22 @@ class TokenChooser:
         self, prompts: Sequence[Sequence[int]], settings: Sequence[GenerationSettings], device: torch.device
     ) -> None:
         rows = [row for row, of_row in enumerate(settings) if of_row.temperature > 0]
-        drawn = [settings[row] for row in rows]
+        of_rows = [settings[row] for row in rows]
 
-        def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+        def make_column(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
         self._prompt_length = max(map(len, prompts))
         self._rows = torch.tensor(rows, device=device)
-        self._temperature = column([s.temperature for s in drawn], torch.float32)
-        self._top_k = column([s.top_k for s in drawn], torch.long)
-        self._largest_top_k = max(s.top_k for s in drawn)
+        self._temperature = make_column([s.temperature for s in of_rows], torch.float32)
+        self._top_k = make_column([s.top_k for s in of_rows], torch.long)
+        self._largest_top_k = max(s.top_k for s in of_rows)
         # A row that draws from all tokens loses none, not even those whose probability rounds to 0.
-        self._cut_share = column([1 - s.top_p if s.top_p < 1 else -1.0 for s in drawn], torch.float32)
-        self._has_top_p = any(s.top_p < 1 for s in drawn)
-        self._min_p = column([s.min_p for s in drawn], torch.float32)
-        self._has_min_p = any(s.min_p > 0 for s in drawn)
-        length = max(s.max_new_tokens for s in drawn)
+        self._cut_share = make_column([1 - s.top_p if s.top_p < 1 else -1.0 for s in of_rows], torch.float32)
+        self._has_top_p = any(s.top_p < 1 for s in of_rows)
+        self._min_p = make_column([s.min_p for s in of_rows], torch.float32)
+        self._has_min_p = any(s.min_p > 0 for s in of_rows)
+        length = max(s.max_new_tokens for s in of_rows)
         numbers = [compute_uniforms(prompts[row], settings[row], length) for row in rows]
         self._numbers = torch.tensor(np.array(numbers), dtype=torch.float64, device=device)
 
@@ -282,9 +282,9 @@ class TokenChooser:
         """Return the scores with the drawn tokens. Overwrites `scores_BV`."""
         last = self._numbers.shape[1] - 1  # behind it, every drawn row has ended
         position = min(ids_BT.shape[1] - self._prompt_length, last)
-        drawn = draw(self.limit(scores_BV[self._rows]), self._numbers[:, position, None])
+        drawn_ids = draw(self.limit(scores_BV[self._rows]), self._numbers[:, position, None])
         scores_BV[self._rows] = -math.inf
-        scores_BV[self._rows, drawn] = 0.0
+        scores_BV[self._rows, drawn_ids] = 0.0
         return scores_BV
 
     def limit(self, scores_RV: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ class TokenWatcher:
 
     @property
     def is_needed(self) -> bool:
-        """Whether rows have different lengths or a callback."""
+        """Return whether rows have different lengths or a callback."""
         return self._on_token is not None or len(set(self.lengths)) > 1
 
     def __call__(self, ids_BT: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -467,9 +467,9 @@ def _prepare_module(module: nn.Module) -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns if padding and text together exceed the model's positions
     if model_settings is not None:
-        given = {name: getattr(model_settings, name, None) for name in MODEL_SETTINGS}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        module.generation_config = type(model_settings)(**chosen)
+        applied = {name: getattr(model_settings, name, None) for name in MODEL_SETTINGS}
+        applied = {name: value for name, value in applied.items() if value is not None}
+        module.generation_config = type(model_settings)(**applied)
     module.eval()
     try:
         yield

@@ -427,7 +427,8 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
             name,
             hf_config,
             _choose_class(hf_config, request.gives_scores),
-            start=("model.pretrained", config.pretrained),
+            key="model.pretrained",
+            given=config.pretrained,
             zero3_config=request.sharding.zero3_config,
             dtype=torch.float32,
             attn_implementation=resolve_attention_name(config.attention, hf_config),
@@ -504,7 +505,8 @@ def load_stored_model(given: str, trust_remote_code: bool, key: str) -> PreTrain
         name,
         hf_config,
         AutoModelForCausalLM,
-        start=(key, given),
+        key=key,
+        given=given,
         dtype="auto",
         attn_implementation=resolve_attention_name("auto", hf_config),
         trust_remote_code=trust_remote_code,
@@ -541,7 +543,8 @@ def _read_pretrained(
     hf_config: PretrainedConfig,
     model_class: Any,
     *,
-    start: tuple[str, str],
+    key: str,
+    given: str,
     zero3_config: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, set[str]]:
@@ -551,15 +554,15 @@ def _read_pretrained(
         name: The folder or hub name.
         hf_config: The model's config.
         model_class: The class with `from_pretrained`.
-        start: Key of the recipe, or option, and the name that it has, for messages.
+        key: Key of the recipe, or option, that has the name, for messages.
+        given: The name as the user wrote it, for messages.
         zero3_config: DeepSpeed configuration, to load into ZeRO 3's shards.
         options: Further arguments of `from_pretrained`.
 
     Raises:
         ModelError: The weights cannot be read, or do not fit the model.
     """
-    key, given = start
-    begin = f"{key}: {given!r}"
+    start = f"{key}: {given!r}"
     registered_config = None
     if zero3_config is not None:
         from transformers.integrations import HfDeepSpeedConfig
@@ -580,16 +583,16 @@ def _read_pretrained(
             )
     except SafetensorError as error:
         raise ModelError(
-            f"{begin}: its weights cannot be read as safetensors: {_get_reason(error)}; fetch them again"
+            f"{start}: its weights cannot be read as safetensors: {_get_reason(error)}; fetch them again"
         ) from None
     except (OSError, RuntimeError, *CONFIG_ERRORS) as error:
-        raise ModelError(f"{begin}: {_get_reason(error)}") from None
+        raise ModelError(f"{start}: {_get_reason(error)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
         del registered_config
     drawn = set(info["missing_keys"]) & set(getattr(model, "drawn_beside_weights", ()))
     info["missing_keys"] = set(info["missing_keys"]) - drawn
-    _refuse_misfits(info, begin)
+    _refuse_misfits(info, start)
     return model, drawn
 
 

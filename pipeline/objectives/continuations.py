@@ -32,10 +32,8 @@ class ContinuationScorer(BaseObjective):
     def __init__(self, call: ModelCall, num_tokens: int, device: torch.device):
         super().__init__(call)
         self.scores = torch.zeros(4, num_tokens, dtype=torch.float64, device=device)
-        """Log-probabilities of the labels, those of the likeliest tokens instead, these tokens' ids, and 1.
-
-        A column is 0 if another rank scores its label.
-        """
+        """Scores (4, num_tokens): for each label its log-probability, that of the likeliest token, the
+        likeliest token's id, and 1. A column is 0 if another rank scores its label."""
 
     def count(self, batch: Batch) -> Tensor:
         """See Objective.count."""
@@ -43,6 +41,8 @@ class ContinuationScorer(BaseObjective):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """Record the scores of the labels of a batch that build_scoring_batch returned.
+
+        The batch's `targets` are the labels' columns in `scores`.
 
         Raises:
             ModelError: The model returned other logits than (B, T, V).
