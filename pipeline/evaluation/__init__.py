@@ -1,1 +1,1 @@
-"""Held-out loss, samples, and a trained model read from its checkpoint."""
+"""Held-out loss, evaluation tasks, samples, conversations, a server, and the sources of a trained model."""

@@ -98,8 +98,8 @@ class TrainingTasks:
     def evaluate(self, step: int, stop: StopOnSignal) -> dict[str, float] | None:
         """Evaluate the weights of a step, and return the metrics by their names in a row.
 
-        Return `None` if a signal on any rank ended the evaluation early. Random numbers of the host are
-        afterwards as before. The next step sets the model's mode.
+        Return `None` if a signal on any rank ended the evaluation early. The states of the host's random
+        number generators do not change. The model stays in evaluation mode until the next step.
 
         Raises:
             DataError: A task's prompt or data cannot be used.

@@ -93,7 +93,7 @@ class JobContext:
     tasks: LoadedTasks | None = None
     """Tasks of `eval.tasks`; `None` without any."""
     tasks_error: PipelineError | None = None
-    """Error of loading the tasks on a rank that shows no message before it has joined; `None`: no error."""
+    """Error of loading the tasks, which `Run` raises; `None` without an error, and on local rank 0."""
     created_folders: tuple[Path, ...] = ()
     """Folders that this process created for the run, innermost first."""
     has_trained: bool = False
@@ -141,7 +141,7 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
         except PipelineError as error:
             if ranks.local_rank == 0:
                 raise
-            tasks_error = error
+            tasks_error = error  # without a job, the console shows only errors of local rank 0
     # Prepare data before the process group exists: it may take longer than the group's timeout. The rank
     # that gets the file lock prepares; the others wait for the lock, not in a collective.
     data = prepare_data(settings.config.data)
@@ -529,7 +529,7 @@ def generate(
     """Return a text by a language model, computed in one process.
 
     The text is the answer to a conversation, or the prompt with its continuation. A model that was trained on
-    conversations answers a prompt, too, and so does a model that is no run's if it has a chat template.
+    conversations answers a prompt, too, and so does a model of a folder or the hub with a chat template.
 
     Args:
         source: Run directory, one of its checkpoints, folder of transformers or of peft, or hub name.

@@ -89,5 +89,5 @@ def _get_first_sentence(docstring: str) -> str:
 
 
 def _draw(numbers: random.Random, bound: int) -> int:
-    """Return a number from 0 to `bound` - 1. Python keeps the sequence of `random` for a seed, no other's."""
+    """Return a number from 0 to `bound` - 1, by random(), which is the same in all versions of Python."""
     return int(numbers.random() * bound)

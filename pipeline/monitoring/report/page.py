@@ -66,7 +66,7 @@ PANELS = {
 }
 """Title -> columns of a main plot, which have the same unit. Each other column has its own plot below."""
 TASK_COLUMNS = "eval/tasks/"
-"""Begin of the columns of tasks."""
+"""Prefix of the columns of tasks."""
 
 
 def list_panels(runs: Sequence[RunReport]) -> list[tuple[str, list[str], bool]]:

@@ -47,8 +47,9 @@ MAX_CURVES = 400  # maximum number of columns of a metrics.jsonl that are read
 MAX_EVENTS = 400
 """Maximum length of each list of events, alerts or samples; entries in the middle are removed."""
 MAX_TASK_SAMPLES = 5
-"""Maximum number of documents of a task."""
+"""Maximum number of documents that are read of a task."""
 TASK_TEXTS = ("prompt", "target", "answer")
+"""Fields of a document."""
 SUMMARY_COLUMNS = (
     "train/loss",
     "train/accuracy",

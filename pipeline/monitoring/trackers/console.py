@@ -20,7 +20,7 @@ from pipeline.monitoring.events import Event
 SEPARATOR = "  "
 """Spaces between the fields of a line."""
 TASK_PREFIX = "tasks/"
-"""Begin of the names of tasks in the columns `eval/tasks/NAME/METRIC`."""
+"""Prefix of the names of tasks in the columns `eval/tasks/NAME/METRIC`."""
 MAX_SHOWN_TASKS = 8
 """Maximum number of tasks in a line."""
 
