@@ -79,7 +79,8 @@ def _check_tasks(config: RunConfig) -> Iterator[Contradiction]:
     if section.is_best_of_task and not section.tasks:
         yield (
             ("eval.best_metric", "eval.tasks"),
-            f"eval.best_metric: {section.best_metric} is of a task, and eval.tasks is empty; name it there",
+            f"eval.best_metric: {section.best_metric} is a metric of a task, and eval.tasks is empty; name "
+            "the task there",
         )
     if section.is_best_of_task and section.tasks_every > 1:
         yield (

@@ -341,11 +341,11 @@ class EvalConfig(RecipeSection):
     perplexity or `bits_per_byte`, `max` for an accuracy. Other metrics need this key."""
 
     tasks: list[str] = Field([])
-    """Tasks of lm-evaluation-harness on which each evaluation measures the model as well: names, or paths of
-    YAML files (docs/how-to.md). Their metrics are rows `eval/tasks/NAME/METRIC`. Needs the `tasks` extra."""
+    """Tasks of lm-evaluation-harness that are part of the evaluations: names, or paths of YAML files
+    (docs/how-to.md). Their metrics are columns `eval/tasks/NAME/METRIC`. Needs the `tasks` extra."""
     tasks_every: int = Field(1, gt=0)
-    """Evaluations between two that include `tasks`; those before the first and after the last step always
-    do."""
+    """Number of evaluations from one with `tasks` to the next. Those before the first and after the last step
+    always have them."""
     tasks_limit: int | None = Field(None, gt=0)
     """Largest number of documents of a task, from the first on. Default: all."""
     tasks_chat_template: bool = False

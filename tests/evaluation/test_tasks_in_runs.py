@@ -188,7 +188,7 @@ CONTRADICTIONS = {
     "nothing": (["eval.tasks=[]"], "eval.tasks_limit is read only with eval.tasks, which is empty"),
     "best of nothing": (
         ["eval.tasks=[]", "eval.tasks_limit=null", "eval.best_metric=tasks/x/acc", "eval.best_mode=max"],
-        "eval.best_metric: tasks/x/acc is of a task, and eval.tasks is empty; name it there",
+        "eval.best_metric: tasks/x/acc is a metric of a task, and eval.tasks is empty; name the task there",
     ),
     "best of few": (
         ["eval.tasks_every=2", "eval.best_metric=tasks/x/acc", "eval.best_mode=max"],
