@@ -123,7 +123,7 @@ def printed_example() -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_printed_commands_lead_from_an_empty_folder_to_a_conversation(tmp_path):
-    """They run as they are written, offline, with the clone where README.md has it."""
+    """The commands run as they are written, offline, with the clone where README.md has it."""
     home = tmp_path / "home"
     home.mkdir()
     (home / "deepspeed-pipeline").symlink_to(ROOT)

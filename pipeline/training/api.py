@@ -102,7 +102,7 @@ class JobContext:
 
 @tag_errors(Phase.DATA)
 def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> JobContext:
-    """Prepare the data and join the process group. Collective.
+    """Load the evaluation tasks, prepare the data and join the process group. Collective.
 
     Before that, this sets up logging to the console and checks what can be checked without a process group.
 
@@ -113,8 +113,8 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
             code; `None` without DeepSpeed.
 
     Raises:
-        PipelineError: Something in the recipe, the JSON or the data cannot be used, or some ranks did not
-            join in time.
+        PipelineError: Something in the recipe, the JSON, the tasks or the data cannot be used, or some ranks
+            did not join in time.
     """
     webhook_variable = settings.config.notify.webhook_env
     if webhook_variable is not None:
@@ -234,7 +234,9 @@ class Run:
             killed_event = self._open_directory(joined, split, stack)
             gc_freezer = stack.enter_context(GcFreezer())
             stack.enter_context(snapshot_if_profiling(config, self._job, self._directory))
-            self._parts = assemble(config, resolved, self._job, self._data, self._directory, joined.tasks)
+            self._parts = assemble(
+                config, resolved, self._job, self._data, self._directory, tasks=joined.tasks
+            )
             self._advice.count_states = partial(count_tensor_bytes, self._parts.engine)
             if resolved.batch_plan.is_provisional:
                 resolved = self._record_micro_batch(split)
@@ -368,7 +370,7 @@ class Run:
     def generate(
         self, prompt: str, *, max_new_tokens: int = 128, temperature: float = TEMPERATURE, seed: int = 0
     ) -> str:
-        """Return the prompt and the current model's continuation. See pipeline.generate.
+        """Return the prompt and the current model's continuation, or its answer. See pipeline.generate.
 
         Training continues as if this had not been called.
 
@@ -554,7 +556,9 @@ def generate(
         CheckpointError: The checkpoint does not exist, or its weights are damaged.
         DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed.
     """
-    settings = GenerationSettings(max_new_tokens, temperature, top_k, top_p, min_p, seed)
+    settings = GenerationSettings(
+        max_new_tokens, temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
     opened = open_source(source, step, overrides, base=base, import_paths=import_paths)
     return generate_from_source(opened, prompt, settings, stop)
 

@@ -390,7 +390,7 @@ def test_a_wrong_document_is_told_in_one_line(chatting, custom, tmp_path, name, 
 
 
 def test_a_perplexity_that_is_too_large_is_infinite():
-    """An overflow would end a training."""
+    """math.exp would raise an OverflowError, which would end a training."""
     assert lm_eval.api.metrics.perplexity([-1e6]) == math.inf
     assert lm_eval.api.metrics.weighted_perplexity([(-1e6, 1)]) == math.inf
     assert lm_eval.api.metrics.perplexity([-1.0]) == math.exp(1)

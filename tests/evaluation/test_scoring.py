@@ -272,7 +272,7 @@ def test_batches_hold_so_many_tokens_the_longest_first():
 
 
 def test_scores_are_those_of_lm_eval(single, tmp_path, monkeypatch):
-    """Also of contexts that are too long: they are cut from the left."""
+    """Contexts that are too long are cut from the left, as by lm-eval."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     harness = pytest.importorskip("lm_eval.models.huggingface")
     words = {str(index): index for index in range(VOCABULARY)}

@@ -467,7 +467,7 @@ def test_a_template_that_does_not_end_is_stopped_and_the_next_question_is_answer
 
 
 class FaultyEngine(InferenceEngine):
-    """Has a fault in the program, or no memory left, where a text begins with a certain token."""
+    """An engine that fails, or runs out of memory, where a text begins with a certain token."""
 
     def generate(self, prompts, settings, on_token=None):
         if prompts[0][0] == 7:
@@ -503,7 +503,7 @@ def count_rows(server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row(server, stream):
-    """The row would be generated up to token 120; it ends at the next one."""
+    """Without the client, a row ends at its next token and not at `max_tokens`."""
     body = json.dumps(PLAIN | {"n": 8, "max_tokens": 115, "stream": stream, "temperature": 0}).encode()
     address = server.url.removeprefix("http://").removesuffix("/v1").split(":")
     before = count_rows(server)["generated_tokens"]

@@ -222,7 +222,7 @@ def test_a_callback_gets_the_end_token_and_nothing_after_it(model, own_settings)
 
 @pytest.mark.parametrize("own", [{}, {"repetition_penalty": 1.8, "suppress_tokens": [3]}])
 def test_log_probabilities_are_those_of_a_plain_forward(model, own_settings, own):
-    """They are the model's, before its own settings and before ours."""
+    """Neither the model's own generation config nor the settings of the request change them."""
     own_settings(**own)
     numbers = [2, None, 0, 400]
     settings = [

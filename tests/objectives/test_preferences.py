@@ -70,7 +70,7 @@ def test_kto_wants_mismatched_answers():
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_an_infinite_mismatched_answer_reaches_ktos_loss(monkeypatch, is_training):
-    """Its baseline is 0 at least, so that alone would hide it."""
+    """KTO's baseline is 0 at least, so the baseline alone would hide a log-ratio of minus infinity."""
     objective = objective_of("kto")
     batch = batch_of(examples=True)
     kinds_BS = batch["segment_kinds"]

@@ -143,7 +143,7 @@ def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
 
 @pytest.mark.slow
 def test_a_node_with_another_version_is_told_to_copy_the_project():
-    """Its probe does not know a field of the question."""
+    """An older version does not know a field of the question."""
 
     async def examine_there(node):
         with pytest.raises(NoAnswerError) as ended:
