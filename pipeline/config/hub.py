@@ -72,13 +72,16 @@ def go_offline_without_hub() -> Iterator[None]:
     import datasets
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    if not before[0] and _find_problem(constants.ENDPOINT) is not None:
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    hub_was_offline = constants.HF_HUB_OFFLINE
+    datasets_were_offline = datasets.config.HF_HUB_OFFLINE
+    if not hub_was_offline and _find_problem(constants.ENDPOINT) is not None:
+        constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE = hub_was_offline
+        datasets.config.HF_HUB_OFFLINE = datasets_were_offline
 
 
 _answers: dict[str, tuple[float, str | None]] = {}

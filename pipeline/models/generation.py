@@ -232,7 +232,9 @@ def generate(
         processors.append(TokenChooser(prompts, settings, device))
     if processors:
         options["logits_processor"] = processors
-    watcher = TokenWatcher(settings, prompt_length, end_ids, on_token, recorder, device)
+    watcher = TokenWatcher(
+        settings, prompt_length, end_ids, on_token=on_token, recorder=recorder, device=device
+    )
     if watcher.is_needed:
         options["stopping_criteria"] = [watcher]
     # torch.compile would compile again for every length of the text.

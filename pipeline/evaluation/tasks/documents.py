@@ -62,7 +62,8 @@ def addition(**_metadata: Any) -> dict[str, Dataset]:
     numbers = random.Random(0)
     rows = []
     for _ in range(NUM_SUMS + NUM_SOLVED_SUMS):
-        first, second = _draw(numbers, 100), _draw(numbers, 100)
+        first = _draw(numbers, 100)
+        second = _draw(numbers, 100)
         right = first + second
         answer = _draw(numbers, NUM_CHOICES)
         choices = [str(right + distance) for distance in range(-answer, NUM_CHOICES - answer)]
