@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(words)
     for argument in unknown:
         if "overrides" not in arguments or "=" not in argument or argument.startswith("-"):
-            parser.error(f"unrecognized argument {argument}")
+            commands.choices[arguments.command].error(f"unrecognized argument {argument}")
         arguments.overrides.append(argument)  # argparse does not parse an override that follows an option
     raise_open_files_limit()
     command = COMMANDS[arguments.command]

@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
         for option in ("limit", "num_fewshot", "apply_chat_template", "output", "compare"):
             if getattr(arguments, option) not in (None, False):
                 name = option.replace("_", "-")
-                raise ConfigError(f"--{name} is for tasks; name them: --tasks list shows some")
+                raise ConfigError(f"--{name} is for tasks; name some: --tasks NAMES (`list` shows them)")
     else:
         require_package("lm_eval", "--tasks")
     if tasks == "list":

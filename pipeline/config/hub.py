@@ -22,7 +22,9 @@ MARKER_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "adapt
 
 
 @contextmanager
-def use_hub_or_cache(key: str, name_or_path: str, error: type[PipelineError]) -> Iterator[None]:
+def use_hub_or_cache(
+    key: str, name_or_path: str, error: type[PipelineError], local: str = "folder"
+) -> Iterator[None]:
     """Run the body with the hub's client offline if the hub does not answer.
 
     An offline client reads only its cache on this machine. The switch applies to the whole process, and is
@@ -32,6 +34,7 @@ def use_hub_or_cache(key: str, name_or_path: str, error: type[PipelineError]) ->
         key: Key of the recipe that has the name, for errors.
         name_or_path: Name on the hub, or a local path, for which the hub is not asked.
         error: Class of the errors to raise.
+        local: What the path could be, for errors.
 
     Raises:
         PipelineError: As `error`; the name is not valid on the hub, or the hub does not answer and the cache
@@ -43,7 +46,7 @@ def use_hub_or_cache(key: str, name_or_path: str, error: type[PipelineError]) ->
     from huggingface_hub import constants, try_to_load_from_cache  # takes half a second
     from huggingface_hub.errors import HFValidationError
 
-    start = f"{key}: {name_or_path!r}: there is no such folder"
+    start = f"{key}: {name_or_path!r}: there is no such {local}"
     was_offline = constants.HF_HUB_OFFLINE
     try:
         is_cached = any(isinstance(try_to_load_from_cache(name_or_path, file), str) for file in MARKER_FILES)
@@ -54,7 +57,8 @@ def use_hub_or_cache(key: str, name_or_path: str, error: type[PipelineError]) ->
         raise error(
             f"{start}, the hub does not answer ({problem}), and its cache on this machine "
             f"({constants.HF_HUB_CACHE}; HF_HOME chooses it) does not have it; "
-            f"give a folder, or download it on a machine with network access: hf download {name_or_path}"
+            "give one that exists, or download it on a machine with network access: "
+            f"hf download {name_or_path}"
         )
     constants.HF_HUB_OFFLINE = problem is not None
     try:

@@ -43,6 +43,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.hub import go_offline_without_hub
 from pipeline.config.import_paths import errors_in_one_line
 from pipeline.config.recipe import NO_IMPORT_PATHS
@@ -388,8 +389,9 @@ def _find_tasks(names: Sequence[str], import_paths: bool) -> tuple[TaskManager, 
         matches = manager.match_tasks([name])
         if not matches:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigError(f"there is no task {name!r}{hint}; --tasks list shows what there is")
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            command = format_pipeline_command("evaluate", "--tasks", "list")
+            raise ConfigError(f"there is no task {name!r}; {hint}to see the tasks: {command}")
         specs += matches
     manager.task_index.update(entries)
     return manager, list(dict.fromkeys(specs))

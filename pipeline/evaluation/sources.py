@@ -243,7 +243,7 @@ def _find_folder(name_or_path: str) -> Path:
         return path
     from huggingface_hub import snapshot_download
 
-    with use_hub_or_cache(SOURCE, name_or_path, ModelError), suppress(OSError, ValueError):
+    with use_hub_or_cache(SOURCE, name_or_path, ModelError, "run or folder"), suppress(OSError, ValueError):
         return Path(snapshot_download(name_or_path, allow_patterns=list(ADAPTER_FILES)))
     return path  # there is no such name, and read_pretrained_config says why
 

@@ -351,8 +351,7 @@ def _download_file(given: str, name: str, key: str) -> bytes:
             return read_regular_file(hf_hub_download(given, name), MAX_DESCRIPTION_BYTES)
     except (OSError, ValueError) as error:  # the hub's own errors are among them
         raise ModelError(
-            f"{key}: {given!r}: no {name} from the hub, and there is no folder of that name "
-            f"({summarize_error(error)})"
+            f"{key}: {given!r}: there is no such path, and no {name} from the hub ({summarize_error(error)})"
         ) from None
 
 

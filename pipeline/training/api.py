@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from pipeline.checkpoint.export import export as export_weights
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.optional_packages import require_deepspeed
 from pipeline.config.settings import ResolvedSettings, Settings
 from pipeline.data import prepare_data
@@ -501,9 +502,9 @@ def evaluate_source(source: ModelSource) -> dict[str, float]:
     """Evaluate the checkpoint of a source on its run's data; see `evaluate`."""
     run = source.run
     if run is None:
+        command = format_pipeline_command("evaluate", source.location, "--tasks", "addition")
         raise ConfigError(
-            f"{source.location} is no run, so it has no held-out data to evaluate on; name tasks: --tasks "
-            "arc_easy"
+            f"{source.location} is no run, so it has no held-out data to evaluate on; name tasks: {command}"
         )
     data = from_checkpoint.read_data(run)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)

@@ -280,7 +280,7 @@ COMMANDS = [
     command(
         "prepare with an unknown option",
         ["prepare", "--config", "{here}/recipe.yaml", "--shards", "0/2"],
-        "unrecognized argument --shards",
+        "unrecognized argument --shards; did you mean --shard?",
     ),
     command(
         "a shard in words",

@@ -69,7 +69,7 @@ def test_a_table_a_file_and_a_comparison(call, model, tmp_path):
     ("arguments", "message"),
     [
         (["--tasks", "addition"], "SOURCE is missing: give a run directory"),
-        (["MODEL", "--output", "a.json"], "--output is for tasks; name them"),
+        (["MODEL", "--output", "a.json"], "--output is for tasks; name some"),
         (["MODEL", "--limit", "3"], "--limit is for tasks"),
         (["MODEL"], "is no run, so it has no held-out data"),
         (["MODEL", "--tasks", "addition", "--limit", "0"], "--limit 0: expected a number above 0"),

@@ -302,7 +302,7 @@ def test_a_wrong_task_is_told_in_one_line(custom, tmp_path, old, new, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("adition", "there is no task 'adition'; did you mean addition"),
+        ("adition", "there is no task 'adition'; did you mean addition or "),
         ("./adition.yaml", "adition.yaml: No such file or directory"),
         ("/dev/zero.yaml", "No such file"),
         ("stdlib/", "stdlib: No such file or directory"),

@@ -274,12 +274,13 @@ def test_batches_hold_so_many_tokens_the_longest_first():
 def test_scores_are_those_of_lm_eval(single, tmp_path, monkeypatch):
     """Contexts that are too long are cut from the left, as by lm-eval."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    harness = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.models.huggingface import HFLM
+
     words = {str(index): index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0").save_pretrained(tmp_path)
     single.module.save_pretrained(tmp_path)
-    model = harness.HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32", batch_size=3)
+    model = HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32", batch_size=3)
     assert model.max_length == POSITIONS
     requests = make_requests(random.Random(5), 20)
     for first, (before, after) in enumerate([(64, 1), (58, 7), (40, POSITIONS), (POSITIONS, 1), (25, 1)]):

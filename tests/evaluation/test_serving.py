@@ -259,7 +259,6 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(client, model, tokenizer)
 
 
 def test_lm_evals_client_gets_what_its_own_model_computes(server, folder):
-    pytest.importorskip("tenacity", reason="lm-eval's clients of servers need lm-eval[api]")
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI

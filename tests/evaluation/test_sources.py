@@ -334,9 +334,9 @@ def test_a_bad_source_is_one_line(made, tmp_path, call, make):
         ),
         (
             ["generate", "runs/nope", "--prompt", "x"],
-            "SOURCE: 'runs/nope': there is no such folder, the hub does ",
+            "SOURCE: 'runs/nope': there is no such run or folder, the hub does ",
         ),
-        (["generate", "a b", "--prompt", "x"], "there is no such folder, and it is no valid hub name"),
+        (["generate", "a b", "--prompt", "x"], "there is no such run or folder, and it is no valid hub name"),
         (
             ["generate", "{made}/run/model", "--prompt", "x"],
             "describes the model of a run, but has no weights; ",
@@ -370,7 +370,7 @@ def test_a_bad_source_is_one_line(made, tmp_path, call, make):
         ),
         (
             ["evaluate", "{made}/base"],
-            "is no run, so it has no held-out data to evaluate on; name tasks: --tasks ",
+            "is no run, so it has no held-out data to evaluate on; name tasks: ds-pipeline evaluate ",
         ),
         (
             ["export", "{made}/lora_out", "{made}/o"],
