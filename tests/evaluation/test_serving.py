@@ -502,7 +502,7 @@ def count_rows(server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row(server, stream):
-    """Without the client, a row ends at its next token and not at `max_tokens`."""
+    """A row whose client has gone ends at its next token and not at `max_tokens`."""
     body = json.dumps(PLAIN | {"n": 8, "max_tokens": 115, "stream": stream, "temperature": 0}).encode()
     address = server.url.removeprefix("http://").removesuffix("/v1").split(":")
     before = count_rows(server)["generated_tokens"]
