@@ -6,6 +6,7 @@
 # make test-matrix a run saved under every split, resumed under every other
 # make parity every split x precision x number of ranks against one process
 # make check   ruff, mypy --strict and the quick tests, at once: two minutes on two cores
+# make docs    run the commands that the pages print, write their outputs into the pages, and build the site
 # make bench   this project against its peers on this machine
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ if odd:
 endef
 export CHECK
 
-.PHONY: train test test-nodes test-all test-matrix parity lint check quick bench setup setup-dev clean
+.PHONY: train test test-nodes test-all test-matrix parity lint check quick docs bench setup setup-dev clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -78,16 +79,25 @@ test-matrix: setup-dev
 parity: setup-dev
 	python -m pytest tests/parity $(PYTEST_ARGS)
 
+# Warnings are errors: a link that leads nowhere, a page that is not in the menu.
+SITE := NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+
 lint: setup-dev
 	ruff check .
 	ruff format --check .
 	mypy
+	$(SITE)
 
 check: setup-dev
 	$(MAKE) --no-print-directory -j2 lint quick
 
 quick: setup-dev
 	python -m pytest -q -n $(CORES) $(PARALLEL) -m 'not slow and not gpu and not nightly'
+
+docs: setup-dev
+	python docs/write_reference.py
+	python docs/outputs.py
+	$(SITE)
 
 bench: setup
 	python benchmarks/throughput.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.distributed.launch.environment import split_arguments
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+sys.path.append(str(ROOT / "docs"))
+import outputs
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(
     r"(CUDA_VISIBLE_DEVICES=\S* )?(ds-pipeline|deepspeed|torchrun|python|sbatch|make|pip|launch/\w+\.sh) +\S"
 )
@@ -195,6 +199,20 @@ def looked_up(words: list[str]) -> str | None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "is_short", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["short", "whole"]
+)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "[[[cog" in page.read_text()], ids=lambda page: page.name
+)
+def test_the_printed_outputs_are_what_the_commands_print(page, is_short):
+    """`make docs` writes the outputs anew."""
+    printed = outputs.Page(page, is_short)
+    printed.update()
+    assert printed.differences == [], "\n".join(printed.differences)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("line", commands())
 def test_a_printed_command_works(line, try_out):
     problem = try_out(line)
@@ -276,7 +294,8 @@ def test_a_printed_part_of_a_recipe_is_one(block, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_printed_key_is_one(page):
     """`section.key` and `section.key: value`, of the recipe."""
-    known = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.M))
+    keys = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    known = set(re.findall(r"^\| `([\w.]+)` \|", keys, re.M))
     sections = set(RunConfig.model_fields) - {"engine"}  # which is a name in code as well
     for name in INLINE.findall(FENCE.sub("", page.read_text())):
         key = re.match(r"([a-z_]+)\.[a-z_.]+(?=$|[:=])", name)

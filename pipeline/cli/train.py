@@ -54,7 +54,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     parser = CommandLineParser(
         prog=program,
         description="Train a model. The recipe says what to train, the JSON how to split the work.",
-        epilog="Without --deepspeed, the run uses plain PyTorch. docs/configuration.md lists all keys.",
+        epilog="Without --deepspeed, the run uses plain PyTorch. All keys: docs/reference/configuration.md",
     )
     parser.add_argument(
         "--deepspeed", type=Path, metavar="FILE.json", help=f"split and precision; {PATH_OR_NAME}"

@@ -1,7 +1,7 @@
 """The recipe: every key that a user may set, with its unit and range. An unknown key is an error.
 
-The docstring of a field is its documentation; docs/write_configuration.py writes docs/configuration.md from
-it.
+The docstring of a field is its documentation: docs/write_reference.py writes it into
+docs/reference/configuration.md.
 """
 
 from __future__ import annotations

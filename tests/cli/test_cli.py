@@ -111,7 +111,7 @@ def test_help_names_the_options_and_where_the_keys_stand(main):
         "--dry-run",
         "--world-size",
         "key=value",
-        "docs/configuration.md",
+        "docs/reference/configuration.md",
     ):
         assert word in text
     assert "local_rank" not in text

@@ -14,7 +14,7 @@ from pipeline.config.recipe import ALIASES
 from pipeline.config.settings import format_recipe_yaml, load_settings
 from pipeline.errors import ConfigError
 
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 RECIPE = """\
 name: small
 max_steps: 10

@@ -245,7 +245,7 @@ class ImportDraft:
         ):
             raise self.make_error(key, f'unknown to {self.tool.title} (did you mean "{slips[0]}"?)')
         else:
-            self.left_open[key] = "not in the import's table; docs/configuration.md has the recipe's keys"
+            self.left_open[key] = "not in the import's table; the keys: docs/reference/configuration.md"
 
 
 def _make_pattern(key: str) -> str:

@@ -113,7 +113,8 @@ the command `export` writes a folder that you can push to the hub: hub_model_id 
 the model gets only the columns that it takes: remove_unused_columns
 metrics.jsonl has one row per log.every steps: disable_tqdm include_num_input_tokens_seen
   include_tokens_per_second log_level logging_dir logging_first_step logging_strategy
-W&B is set up by the keys in docs/configuration.md: use_wandb wandb_log_model wandb_run_id wandb_watch
+W&B is set up by the keys in docs/reference/configuration.md: use_wandb wandb_log_model wandb_run_id
+  wandb_watch
 an evaluation always precedes the first step: eval_on_start
 it is for generation; the command `generate` has options for it: infer_backend max_new_tokens
   temperature top_p

@@ -60,7 +60,7 @@ def test_the_page_has_the_tables(name):
 
 @pytest.mark.parametrize("name", BASES)
 def test_what_keys_become_is_in_the_recipe(name):
-    known = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "configuration.md").read_text(), re.M))
+    known = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "reference" / "configuration.md").read_text(), re.M))
     for key, row in TOOLS[name].rows.items():
         of_json = row.ours.startswith("JSON: ")
         for ours in row.ours.removeprefix("JSON: ").split(", "):

@@ -1,24 +1,25 @@
-"""Writes the tables of docs/configuration.md from the schema of the recipe.
+"""Writes the tables of docs/reference/ from the code: `python docs/write_reference.py`.
 
-python docs/write_configuration.py
-
-The text around the tables is written by hand in docs/configuration.md.
+configuration.md has the keys of the recipe, and cli.md the commands. Other text is written by hand.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.__main__ import COMMANDS
+from pipeline.cli import train
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.data_schema import SOURCE_NAME
 from pipeline.config.model_schema import IMPORT_PATH
 from pipeline.config.schema import RUN_NAME, RunConfig
 
-DOCUMENT = Path(__file__).with_name("configuration.md")
+REFERENCE = Path(__file__).with_name("reference")
 
 Schema = dict[str, Any]
 """JSON Schema, as pydantic writes it for the recipe."""
@@ -32,20 +33,47 @@ TYPES = {"interval": "steps or epochs", "steps or share": "steps or a share of t
 TYPES |= {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
 
 
-def build_document() -> str:
-    """Return the text of docs/configuration.md with new tables between its markers."""
-    text = DOCUMENT.read_text(encoding="utf-8")
+def build_documents() -> dict[Path, str]:
+    """Return path -> text of each page, with new tables between its markers."""
     tables = {
         "recipe": "\n".join(_format_recipe()),
         "adopted": _format_pairs("in the recipe", {key: f"`{name}`" for key, name in keys.ADOPTED.items()}),
         "ignored": _format_pairs("why", keys.IGNORED),
         "refused": _format_pairs("instead", keys.UNSUPPORTED),
+        "commands": "\n".join(_format_commands()),
     }
-    for name, table in tables.items():
-        before, begin, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition(f"<!-- end of {name} -->\n")
-        text = before + begin + table + end + after
-    return text
+    pages = {REFERENCE / name: "" for name in ("configuration.md", "cli.md")}
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+            if begin in text:
+                before, _, rest = text.partition(begin)
+                text = before + begin + table + end + rest.partition(end)[2]
+        pages[path] = text
+    return pages
+
+
+def _format_commands() -> Iterator[str]:
+    """Yield the heading, purpose and arguments of each command, in Markdown."""
+    parsers = {"train": (train.HELP, train.build_parser("ds-pipeline train"))}
+    for name, command in COMMANDS.items():
+        parser = argparse.ArgumentParser(f"ds-pipeline {name}")
+        command.add_arguments(parser)
+        parsers[name] = command.HELP, parser
+    for name, (purpose, parser) in parsers.items():
+        yield f"## {name}\n"
+        yield f"{purpose[0].upper()}{purpose[1:]}.\n"
+        formatter = parser._get_formatter()
+        rows = []
+        for action in parser._actions:
+            if action.help in (None, argparse.SUPPRESS) or isinstance(action, argparse._HelpAction):
+                continue
+            values = f"{{{','.join(map(str, action.choices))}}}" if action.choices else ""
+            value = action.metavar or values or (action.dest.upper() if action.nargs != 0 else "")
+            words = [*action.option_strings[-1:], f"{value}"]
+            rows.append((f"`{' '.join(words).strip()}`", formatter._expand_help(action)))
+        yield _format_rows(("argument", "meaning"), rows)
 
 
 def _format_recipe() -> Iterator[str]:
@@ -176,4 +204,5 @@ def _list_limits(field: Schema) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(build_document(), encoding="utf-8")
+    for path, text in build_documents().items():
+        path.write_text(text, encoding="utf-8")
