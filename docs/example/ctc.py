@@ -1,4 +1,4 @@
-"""Reading words of any length from images of any width, with CTC: see docs/your-own-model.md."""
+"""Reading words of any length from images of any width, with CTC: see docs/how-to/extending.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model, a data set and a loss of your own: see docs/your-own-model.md."""
+"""A model, a data set and a loss of your own: see docs/how-to/extending.md."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class DocumentsConfig(DataSection):
     curriculum: str | None = Field(None, pattern=IMPORT_PATH)
     """Import path `package.module:function` of a function that sets the weights of the sources by the step,
     in place of their `weight`. `function(step)` returns `{name: weight}`, and must return the same for the
-    same step (docs/extending.md). The key runs that code; `--no-import-paths` refuses it."""
+    same step (docs/how-to/extending.md). The key runs that code; `--no-import-paths` refuses it."""
     eval_sets: dict[Annotated[str, Field(pattern=SOURCE_NAME)], SourceConfig] = Field({})
     """Further evaluation sets, by name. A message names files that are in the training data as well."""
     eval_fraction: float = Field(0.02, ge=0, lt=1)

@@ -29,7 +29,7 @@ _INSTEAD = {
         "elasticity"
     ),
     "remove it, and compare settings with benchmarks/throughput.py": "autotuning",
-    "use a curriculum over data.sources (docs/extending.md)": "curriculum_learning",
+    "use a curriculum over data.sources (docs/how-to/extending.md)": "curriculum_learning",
     "remove it; this trainer does not need it": "eigenvalue progressive_layer_drop sparse_gradients "
     "zero_optimization.legacy_stage1",
     "remove it; every row of metrics.jsonl has the peak memory": "memory_breakdown",

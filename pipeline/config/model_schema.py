@@ -53,7 +53,7 @@ class ModelSection(RecipeSection):
     `false` loads what fits."""
     inputs: list[str] | None = Field(None, min_length=1)
     """Entries of a batch that go to the model, by name or in the order of its forward's arguments; the others
-    go to the loss. Default: by the forward's signature (docs/your-own-model.md)."""
+    go to the loss. Default: by the forward's signature (docs/how-to/extending.md)."""
     grow_vocabulary: bool = False
     """Whether the input and output embedding grow if `weights` or `pretrained` have fewer rows of the
     vocabulary than the tokenizer needs. Each new row is the mean of the existing ones."""

@@ -26,11 +26,11 @@ _INSTEAD = {
     "adamw_torch_8bit paged_adamw paged_adamw_8bit paged_adamw_32bit",
     "write adamw, and for the matrices of the blocks optimizer.groups: "
     '[{patterns: ["*_proj.weight"], kind: muon}]': "muon",
-    "docs/extending.md shows it as your own class": "lion lion_8bit paged_lion_8bit paged_lion_32bit",
+    "docs/how-to/extending.md shows it as your own class": "lion lion_8bit paged_lion_8bit paged_lion_32bit",
     **{f"write torch.optim:{name}": name.lower() for name in ("Adamax", "NAdam", "RAdam", "RMSprop")},
     "write constant, and schedule.warmup": "constant_with_warmup warmuplr",
     "write cosine, and schedule.min_learning_rate_ratio": "cosine_with_min_lr warmupcosinelr",
-    "docs/extending.md shows it as a function of three lines": "cosine_with_restarts inverse_sqrt",
+    "docs/how-to/extending.md shows it as a function of three lines": "cosine_with_restarts inverse_sqrt",
     "write linear, which has power 1": "polynomial polynomial_decay warmupdecaylr",
     "write wsd, and schedule.decay_steps": "trapezoidal warmup_stable_decay",
 }
@@ -51,7 +51,7 @@ def _check_kind(value: Any, built_in: Any) -> Any:
         raise ValueError(f"{value!r} is no known kind; {advice}")
     raise ValueError(
         f"{value!r} is no known kind{did_you_mean(value.lower(), kinds)}; your own: package.module:function, "
-        "see docs/extending.md"
+        "see docs/how-to/extending.md"
     )
 
 
@@ -88,8 +88,8 @@ class OptimizerConfig(RecipeSection):
     """Optimizer. Its state has two numbers a parameter for `adamw`, one for `sgd`, and one for each row and
     column of a matrix for `adafactor`. `adafactor` needs whole matrices (plain PyTorch, ZeRO 0), and
     synchronizes with the device in every step. Your own: `package.module:function`, which is called with
-    the parameter groups and `args` and returns a `torch.optim.Optimizer` (docs/extending.md). The key then
-    runs that code; `--no-import-paths` refuses it."""
+    the parameter groups and `args` and returns a `torch.optim.Optimizer` (docs/how-to/extending.md). The
+    key then runs that code; `--no-import-paths` refuses it."""
     args: dict[str, Any] = Field({})
     """Keyword arguments of your own optimizer."""
     learning_rate: float | None = Field(3e-4, gt=0)
@@ -127,8 +127,8 @@ class ScheduleConfig(RecipeSection):
     kind: ScheduleKind | ImportPath = "cosine"
     """Shape after the warm-up. `wsd`: stable, then a linear decay over the last `decay_steps`. Your own:
     `package.module:function`, called as `function(step, total_steps)`, returns a factor of the peak. It
-    decides the whole curve; the keys below are then errors (docs/extending.md). The key then runs that code;
-    `--no-import-paths` refuses it."""
+    decides the whole curve; the keys below are then errors (docs/how-to/extending.md). The key then runs
+    that code; `--no-import-paths` refuses it."""
     warmup: WarmUp = 0
     """Length of the linear warm-up: optimizer steps (`100`), or a share of the run (`0.03`), rounded up to
     whole steps."""

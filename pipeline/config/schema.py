@@ -37,7 +37,7 @@ class TrackerConfig(RecipeSection):
 
 
 class CallbackConfig(RecipeSection):
-    """Your own callback: a subclass of `pipeline.Callback` (docs/extending.md).
+    """Your own callback: a subclass of `pipeline.Callback` (docs/how-to/extending.md).
 
     An import path alone is a short form of a section with `kind`.
     """

@@ -359,7 +359,7 @@ def _format_uneven_message(where: str, shapes: list[Any]) -> str:
     """Return the message for values of different lengths or shapes."""
     return (
         f"{where} of one batch cannot be stacked: {' and '.join(map(str, shapes[:3]))}; make them equal, or "
-        "give the data set a `collate_fn` that pads (docs/your-own-model.md)"
+        "give the data set a `collate_fn` that pads (docs/how-to/extending.md)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Parts of one's own as docs/extending.md shows them: under each split, and after a resume, on one curve."""
+"""A user's parts as docs/how-to/extending.md shows them: one curve under each split and after a resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.test_step import good_bad_good
 from parity.measure import ALONE, largest_difference
 from parity.splits import LLAMA
 from support.extending import PAGE, with_accuracy
-from support.launch import read_reproducible_rows, write_recipe
+from support.launch import ROOT, read_reproducible_rows, write_recipe
 from support.resume_across_splits import (
     HALF,
     LOSS_TOLERANCE,
@@ -147,15 +147,34 @@ def test_a_bad_batch_changes_no_parameter(ranks, name):
         assert result == (True, 1.0, True, True)
 
 
-def test_the_files_of_the_page_train_in_a_folder_of_ones_own(tmp_path, monkeypatch, capfd):
-    """Each file as the page names it, each part of the recipe as it stands there; stopped and gone on."""
+def write_files_of_the_page(folder: Path) -> list[dict[str, Any]]:
+    """Write the page's Python files to a folder; return its blocks of recipes."""
     page = PAGE.read_text()
     for name, code in re.findall(r"^(my_\w+\.py)[^\n]*:\n\n```python\n(.*?)^```", page, re.M | re.S):
-        (tmp_path / name).write_text(code)
+        (folder / name).write_text(code)
+    return [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)]
+
+
+def test_the_pages_model_data_and_loss_train_as_they_stand(tmp_path, monkeypatch):
+    (block,) = [block for block in write_files_of_the_page(tmp_path) if "model" in block]
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(block))
+    monkeypatch.chdir(tmp_path)
+    assert (
+        train(["--config", "my.yaml", "max_steps=20", "log.every=1", "wandb.mode=disabled", "run_dir=run"])
+        == 0
+    )
+    losses = [row["train/loss"] for row in read_reproducible_rows(Path("run")) if "train/loss" in row]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
+
+
+def test_the_files_of_the_page_train_in_a_folder_of_ones_own(tmp_path, monkeypatch, capfd):
+    """Each file as the page names it, each part of the recipe as it stands there; stopped and gone on."""
+    blocks = write_files_of_the_page(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} >= {"my_optimizer.py", "my_schedule.py", "my_loss.py"}
     tree: dict[str, Any] = {}
-    for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S):
-        tree |= yaml.safe_load(block)
+    for block in blocks:
+        tree |= block
     parts = {name: tree[name] for name in ("optimizer", "schedule", "objective")}
     recipe = write_recipe(
         tmp_path, **parts, eval={"every": 2, "max_samples": 20}, checkpoint={"every": 2}, max_steps=4
@@ -163,7 +182,7 @@ def test_the_files_of_the_page_train_in_a_folder_of_ones_own(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert train(["--config", str(recipe), "run_dir=unbroken"]) == 0
     assert train(["--config", str(recipe), "run_dir=run", "max_steps=2"]) == 0
-    zero = ["--deepspeed", str(PAGE.parents[1] / "ds_configs" / "zero3.json"), "ds.bf16.enabled=false"]
+    zero = ["--deepspeed", str(ROOT / "ds_configs" / "zero3.json"), "ds.bf16.enabled=false"]
     assert train(["--config", str(recipe), *zero, "run_dir=run"]) == 0
     rows = read_reproducible_rows(Path("run"))
     expected = read_reproducible_rows(Path("unbroken"))

@@ -1,4 +1,4 @@
-"""Callbacks and curricula as docs/extending.md shows them: on one curve under every split."""
+"""Callbacks and curricula as docs/how-to/extending.md shows them: on one curve under every split."""
 
 from __future__ import annotations
 
