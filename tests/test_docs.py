@@ -1,4 +1,4 @@
-"""Everything that README.md and docs/ print can be typed: each command, file, key and snippet is tried."""
+"""Everything that the pages print can be typed: each command, file, key and snippet is tried."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeline.distributed.launch.environment import split_arguments
 sys.path.append(str(ROOT / "docs"))
 import outputs
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(
     r"(CUDA_VISIBLE_DEVICES=\S* )?(ds-pipeline|deepspeed|torchrun|python|sbatch|make|pip|launch/\w+\.sh) +\S"
 )
