@@ -35,7 +35,7 @@ setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 
 # Extras that the README's commands use. The extra `tasks` (147 MB in 16,000 files) takes half as long again to install
-# as all others: README.md names its command where it is needed.
+# as all others: docs/tutorials/fine-tuning.md names its command where it is needed.
 EXTRAS := images,serve
 
 # pip would compile 18,000 files on one core; a package may have some for other versions of Python. The 7,600 that a run

@@ -337,21 +337,22 @@ def test_the_table_of_memory_is_what_its_sentence_says():
 
 
 @pytest.mark.slow
-def test_work_from_a_folder_of_ones_own(tmp_path, monkeypatch):
-    """Recipe, module and runs lie where one stands; the clone is elsewhere."""
-    (tmp_path / "my_wave.py").write_text((ROOT / "docs" / "example" / "regression.py").read_text())
-    recipe = (ROOT / "docs" / "example" / "regression.yaml").read_text()
-    (tmp_path / "my.yaml").write_text(recipe.replace("docs.example.regression", "my_wave"))
+def test_the_recipe_of_the_readme_trains_a_script_in_ones_own_folder(tmp_path, monkeypatch):
+    """Recipe, module and runs are in the working directory; the clone is elsewhere."""
+    (tmp_path / "regression.py").write_text((ROOT / "docs" / "example" / "regression.py").read_text())
+    (recipe,) = blocks(ROOT / "README.md", "yaml")
+    (tmp_path / "my.yaml").write_text(recipe)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "regression", raising=False)
     assert train(["--config", "my.yaml", "max_steps=2", "wandb.mode=disabled"]) == 0
     (made,) = (tmp_path / "runs").iterdir()
     assert read_reproducible_rows(made)[-1]["step"] == 2
 
 
 @pytest.mark.slow
-def test_readme_names_all_that_a_run_leaves(run):
-    readme = (ROOT / "README.md").read_text()
-    listing = readme[readme.index("## What a run leaves") :].split("## ")[1]
+def test_the_tutorial_names_all_that_a_run_leaves(run):
+    tutorial = (ROOT / "docs" / "tutorials" / "first-run.md").read_text()
+    listing = tutorial[tutorial.index("## Look at what the run left") :].split("## ")[1]
     for path in run.iterdir():
         assert path.name in listing, path.name
     for path in (run / "model").iterdir():
