@@ -28,6 +28,8 @@ COMMAND = re.compile(
 )
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.M | re.S)
 FILES = (".py", ".md", ".json", ".jsonl", ".yaml", ".safetensors")
+FAILING = re.compile(r"^```bash\n((?:(?!```).*\n)*)```\n+<!-- \[\[\[cog output\([^\n]*\bcode=", re.M)
+"""Block of commands that are printed with the error in which they end."""
 INLINE = re.compile(r"`([^`\n]+)`")
 TRAINERS = (
     "launch/train.py",
@@ -53,7 +55,10 @@ def commands() -> list[str]:
         lines += INLINE.findall(FENCE.sub("", page.read_text()))
         found += [line for line in lines if COMMAND.match(line) and "..." not in line]
     named = {f"python -m pipeline{name}" for name in ("", *(f" {command}" for command in COMMANDS))}
-    return sorted(set(found) - named)
+    failing = {
+        line for page in PAGES for block in FAILING.findall(page.read_text()) for line in block.splitlines()
+    }
+    return sorted(set(found) - named - failing)
 
 
 def argument_after(words: list[str], option: str) -> str | None:

@@ -176,6 +176,13 @@ def test_the_default_run_learns_saves_and_writes(tmp_path):
         assert word in result.stdout
 
 
+def explained_lines() -> list[str]:
+    """First words of the lines of output that the first tutorial explains."""
+    tutorial = (ROOT / "docs" / "tutorials" / "first-run.md").read_text()
+    section = tutorial.split("## Train\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)` \|", section, re.M)
+
+
 @pytest.mark.daily("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -189,6 +196,9 @@ def test_zero3_through_the_launcher(tmp_path, capsys, ranks):
     assert json.loads((tmp_path / "summary.json").read_text())["sample"].startswith("    def __init__(self")
     for word in ("the model wrote", "metrics.jsonl", "checkpoints", "recipe.yaml"):
         assert word in result.stdout
+    assert len(explained_lines()) > 4
+    for words in explained_lines():
+        assert re.search(rf"^{words} ", result.stdout + result.stderr, re.M), words
     assert evaluated(tmp_path, capsys) == pytest.approx(last(tmp_path, "eval/loss"), rel=1e-6)
 
 
