@@ -283,7 +283,7 @@ class ChatDataConfig(ConversationsConfig):
     layout: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "row"] = "auto"
     """Layout of a row's conversation: `messages` with role and content, ShareGPT's `conversations` with
     from and value, Alpaca's instruction, input and output, or prompt and completion. `auto`: chosen by the
-    row's fields. `row`: the template reads the fields of the row itself (docs/data.md)."""
+    row's fields. `row`: the template reads the fields of the row itself (docs/how-to/data.md)."""
     learn_from: Literal["assistant", "content", "all"] = "assistant"
     """Tokens that count in the loss. `assistant`: the assistant's turns to their end. `content`: the
     content of these turns and an end-of-document token that follows it. `all`: every token."""
@@ -314,9 +314,10 @@ class PreferenceDataConfig(ConversationsConfig):
     layout: Literal[
         "auto", "trl", "sharegpt", "messages", "alpaca", "argilla", "intel", "icr", "prompt_pairs", "row"
     ] = "auto"
-    """Layout of a row's prompt and answers; docs/data.md lists the fields of each. `auto`: chosen by the
-    row's fields. `row`: the template reads the fields of the row itself. `prompt_pairs`: TRL's fields, with
-    strings that the chat template formats; `auto` takes such strings for plain text."""
+    """Layout of a row's prompt and answers; docs/how-to/adapters-and-preferences.md lists the fields of each.
+    `auto`: chosen by the row's fields. `row`: the template reads the fields of the row itself.
+    `prompt_pairs`: TRL's fields, with strings that the chat template formats; `auto` takes such strings for
+    plain text."""
     examples: Literal["pairs", "unpaired"] | None = None
     """`pairs`: every row has a chosen and a rejected answer. `unpaired`: a row has one answer and whether
     it was liked (`label`, `kto_tag`), or a pair whose answers count separately. In `unpaired`, each example
@@ -380,7 +381,7 @@ class ImagesDataConfig(DataSection):
     grey."""
     augmentations: dict[str, dict[str, Any]] = Field({})
     """Random changes of training images, in this order: name and arguments of each, for example
-    `RandomHorizontalFlip: {p: 0.5}` (docs/data.md)."""
+    `RandomHorizontalFlip: {p: 0.5}` (docs/how-to/data.md)."""
 
     @model_validator(mode="after")
     def _check_channels(self) -> ImagesDataConfig:

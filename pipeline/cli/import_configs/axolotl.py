@@ -166,8 +166,8 @@ def _put_data(draft: ImportDraft, rl: str | None) -> None:
         draft.ask(
             "data.chat_template",
             f"{FILL_IN}.jinja",
-            f"a Jinja file that writes the same text as Axolotl's type {names} (docs/data.md, Rows that a "
-            "template reads)",
+            f"a Jinja file that writes the same text as Axolotl's type {names} (docs/how-to/data.md, "
+            "Write the text of a row yourself)",
         )
         draft.put("data.layout", "row")
     else:

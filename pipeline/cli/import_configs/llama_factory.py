@@ -164,7 +164,9 @@ def _find_dataset(draft: ImportDraft, name: str) -> Source:
     imported = {"hf_hub_url": "dataset", "subset": "subset", "split": "split", "file_name": "paths"}
     others = ", ".join(sorted(entry.keys() - imported.keys()))
     if others:
-        draft.left_open[f"{name}: {others}"] = "convert the rows, or write data.sources.fields (docs/data.md)"
+        draft.left_open[f"{name}: {others}"] = (
+            "convert the rows, or write data.sources.fields (docs/how-to/data.md)"
+        )
     source: Source = {ours: entry[key] for key, ours in imported.items() if isinstance(entry.get(key), str)}
     file_name = source.pop("paths", None)
     if "dataset" in source:

@@ -76,7 +76,7 @@ SCHEDULES = {
 """Value of `lr_scheduler_type` -> schedule.kind."""
 BEGIN_TOKEN_ADVICE = (
     "a tokenizer's begin token is not put before each text here, as the other trainer does; for the same ids "
-    "write a template (docs/data.md, Rows that a template reads)"
+    "write a template (docs/how-to/data.md, Write the text of a row yourself)"
 )
 
 

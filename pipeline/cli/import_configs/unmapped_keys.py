@@ -27,7 +27,7 @@ write data.sources.max_documents: datasets.*.fraction
 it changes the text of the rows; write a data.chat_template that writes the same text: chat_template_kwargs
   datasets.*.chat_template datasets.*.drop_system_message datasets.*.split_thinking default_system
   default_system_message enable_thinking tool_format
-every answer of a conversation counts in the loss, unless its row excludes it (docs/data.md): mask_history
+every answer of a conversation counts in the loss, unless its turn has "weight" 0: mask_history
 messages have role and content, or from and value, and only the assistant's count
   in the loss; convert rows of another form: datasets.*.message_field_content datasets.*.message_field_role
   datasets.*.message_property_mappings
