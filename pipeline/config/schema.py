@@ -342,7 +342,8 @@ class EvalConfig(RecipeSection):
 
     tasks: list[str] = Field([])
     """Tasks of lm-evaluation-harness that are part of the evaluations: names, or paths of YAML files
-    (docs/how-to.md). Their metrics are columns `eval/tasks/NAME/METRIC`. Needs the `tasks` extra."""
+    (docs/how-to/evaluate-and-serve.md). Their metrics are columns `eval/tasks/NAME/METRIC`. Needs the `tasks`
+    extra."""
     tasks_every: int = Field(1, gt=0)
     """Number of evaluations from one with `tasks` to the next. Those before the first and after the last step
     always have them."""
