@@ -27,7 +27,7 @@ from pipeline.planner.changes import (
     sort_by_memory_gain,
     suggest_split,
 )
-from pipeline.planner.forecast import Forecast, choose_auto_micro_batch, forecast
+from pipeline.planner.forecast import Forecast, forecast, resolve_auto_micro_batch
 from pipeline.planner.hardware import PlannedHardware, resolve_hardware
 from pipeline.planner.model import ModelSpec
 from pipeline.planner.shapes import read_model_spec
@@ -340,14 +340,14 @@ def plan_run(
     Returns:
         The changes are empty if the run fits, or if that is not known.
     """
-    settings = _resolve_micro_batch(settings, model, hardware)
+    settings = resolve_auto_micro_batch(settings, model, hardware)
     estimate = forecast(settings, model, hardware)
 
     def forecast_changed(changed: Settings) -> Forecast:
         sections = ("model", "adapter", "data")  # the model's sizes depend on these
         is_same = all(getattr(changed.config, name) == getattr(settings.config, name) for name in sections)
         changed_model = model if is_same else _read_model(changed)
-        resolved = _resolve_micro_batch(changed, changed_model, hardware)
+        resolved = resolve_auto_micro_batch(changed, changed_model, hardware)
         return forecast(resolved, changed_model, hardware)
 
     may_fit = estimate.fits is not False
@@ -357,14 +357,6 @@ def plan_run(
     if estimate.lacking.startswith("host memory"):  # memory saved on a GPU frees no host memory
         changes = [change for change in changes if change.fits]
     return estimate, changes[:MAX_CHANGES]
-
-
-def _resolve_micro_batch(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> Settings:
-    """Return the settings with the largest micro-batch that is expected to fit in place of `auto`."""
-    resolved = settings.resolve(hardware.ranks, hardware.device)
-    if not resolved.batch_plan.is_provisional:
-        return settings
-    return settings.with_micro_batch_size(choose_auto_micro_batch(settings.config, resolved, model, hardware))
 
 
 def format_command(settings: Settings, hardware: PlannedHardware, suggestion: SearchResult) -> str:

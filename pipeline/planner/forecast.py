@@ -207,3 +207,11 @@ def choose_auto_micro_batch(
 
     sizes = resolved.batch_plan.candidates
     return max(filter(fits, sizes), default=sizes[0])
+
+
+def resolve_auto_micro_batch(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> Settings:
+    """Return the settings with the largest micro-batch that is expected to fit in place of `auto`."""
+    resolved = settings.resolve(hardware.ranks, hardware.device)
+    if not resolved.batch_plan.is_provisional:
+        return settings
+    return settings.with_micro_batch_size(choose_auto_micro_batch(settings.config, resolved, model, hardware))
