@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.cli import plan_recipes
 from pipeline.cli.inputs import PATH_OR_NAME, ParagraphHelpFormatter, add_overrides
 from pipeline.config.command_lines import Word, format_shell_line, format_train_command
 from pipeline.config.settings import Settings, load_settings
@@ -186,6 +187,7 @@ Examples:
 
   ds-pipeline plan --config RECIPE.yaml --deepspeed zero3 --gpu h100 --gpus 8
   ds-pipeline plan --config RECIPE.yaml --gpu a100 --gpus 8 --nodes 2 --suggest
+  ds-pipeline plan --recipes --gpu 4090
 """
 
 
@@ -219,6 +221,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     searches.add_argument("--longest", action="store_true", help=longest)
     largest = "find the largest micro-batch that fits, and the largest number of blocks of the recipe's width"
     searches.add_argument("--largest", action="store_true", help=largest)
+    recipes = "print memory and time of each shipped recipe, or of --config, on three machines or on --gpu"
+    searches.add_argument("--recipes", action="store_true", help=recipes)
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
     parser.add_argument("--no-color", action="store_true", help="print without colours and bold type")
     add_overrides(parser, "recipe keys and, with ds., DeepSpeed keys, as for train")
@@ -237,11 +241,14 @@ def _parse_count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the plan, the suggested split or the limits that the arguments ask for.
+    """Print the plan, the suggested split, the limits or the table that the arguments ask for.
 
     Raises:
         ConfigError, ModelError: The settings are invalid, or `--suggest` finds no split that fits.
     """
+    if arguments.recipes:
+        plan_recipes.run(arguments)
+        return
     settings, hardware = read_inputs(arguments)
     model = _read_model(settings)
     if arguments.longest or arguments.largest:
