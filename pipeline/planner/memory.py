@@ -25,7 +25,7 @@ PROCESS_BYTES = {"cpu": 460 * MIB, "cuda": 890 * MIB, "host": 3 * GIB}
 DEEPSPEED_BYTES = 122 * MIB  # DeepSpeed's modules and their buffers, in a rank on a CPU
 NCCL_BYTES = 300 * MIB  # NCCL's buffers, in a rank on a GPU that has peers
 # The following shares are of the bytes that are allocated and freed in a step. They were fitted to published
-# runs (docs/planning.md).
+# runs (docs/explanation/performance-and-planning.md).
 RESERVED_SHARE = 0.11  # bytes that the allocator typically reserves above those in use
 # Bytes that must be available above those in use. With a smaller share, a published run that ran out of
 # memory would be planned to fit.

@@ -1,7 +1,23 @@
 """Estimates the seconds of a training step by part, with arithmetic from sizes and rates.
 
-docs/performance.md has the formulas with their sources; tests/planner/published_speeds.py compares them
-with published runs.
+N is the number of elements of the blocks' matrices (of experts, the chosen ones), V the vocabulary, d the
+width, L the number of layers, S the tokens of a document or window, n the number of ranks.
+
+- Matrix products, PaLM (https://arxiv.org/abs/2204.02311): 6N + 6Vd FLOPs per token; 4 instead of 6 if no
+  matrix is trained; 4/3 of the blocks' with full recomputation, 7/6 with selective.
+- Attention, PaLM halved for the causal mask: 6LdS FLOPs per token. Its share of the peak grows with S.
+- Ring of n ranks, Thakur et al. (https://web.cels.anl.gov/~thakur/papers/ijhpca-coll.pdf): an all-gather or
+  reduce-scatter of B bytes takes (n - 1)/n B / rate; an all-reduce is both. Rates of links: nccl-tests
+  (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), and fitted.
+- DDP, Li et al. (https://arxiv.org/abs/2006.15704): an all-reduce of the gradients beside the backward.
+- ZeRO (https://arxiv.org/abs/1910.02054): a reduce-scatter of gradients (at stage 2 and 3 in each
+  micro-batch), an all-gather of weights (at stage 3 in each forward and backward, beside them).
+- Tensor parallelism, Megatron-LM (https://arxiv.org/abs/1909.08053): four all-reduces per layer, not hidden.
+- Pipeline, Narayanan et al. (https://arxiv.org/abs/2104.04473): one micro-batch less than there are stages,
+  on top, each of the stage with the most blocks.
+- Sequence parallelism, Ulysses (https://arxiv.org/abs/2309.14509): eight all-to-alls per layer.
+
+All other constants are fitted. tests/planner/published_speeds.py compares the result with published runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compares published speeds of others' runs with the planner's: `python tests/planner/published_speeds.py`.
 
-Prints the table of docs/performance.md. published_speeds.jsonl has the runs. Constants of
-pipeline/planner/timing.py were set by those marked `fit`; those marked `test` set none.
+Writes the table of docs/explanation/performance-and-planning.md. published_speeds.jsonl has the runs.
+Constants of pipeline/planner/timing.py were set by those marked `fit`; those marked `test` set none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pipeline.planner.hardware import Gpu, find_gpu
 from pipeline.planner.timing import HardwareRates, StepSpec, estimate_rates, estimate_step_time
 
 SPEEDS = Path(__file__).with_name("published_speeds.jsonl")
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "performance-and-planning.md"
+MARKERS = ("<!-- accuracy -->\n", "<!-- end of accuracy -->")
 # torchtitan's H100s have slower memory, and half the watts of others.
 H100_HBM2E = replace(find_gpu("h100"), bandwidth=2.4e12)
 # Other software, by what differs: shares of the peak in attention (A100, H100), bytes of the stream.
@@ -147,8 +149,14 @@ def summary(use: str = "test") -> Summary:
     )
 
 
+def written_table() -> str:
+    """Return the table that the page has."""
+    return PAGE.read_text().split(MARKERS[0])[1].split(MARKERS[1])[0]
+
+
 if __name__ == "__main__":
-    print(accuracy())
+    before, after = PAGE.read_text().split(MARKERS[0] + written_table() + MARKERS[1])
+    PAGE.write_text(before + MARKERS[0] + accuracy() + MARKERS[1] + after)
     found = summary()
     print(
         f"{found.runs} runs for the test: mean error {found.mean_error:.1%}, {found.within_range:.0%} within "
