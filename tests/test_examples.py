@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.base_model import write_base_model, write_conversations
 from support.launch import (
     ROOT,
     TRAIN,
@@ -40,6 +41,17 @@ def test_the_cnn_reads_over_95_percent_of_held_out_digits(tmp_path, split):
     result = launch("--config", recipe, *split, f"run_dir={tmp_path}", OFFLINE)
     assert result.returncode == 0, result.stderr
     assert last(tmp_path, "eval/accuracy") > 0.95
+
+
+@pytest.mark.slow
+def test_the_recipe_of_qlora_trains_a_small_model_on_a_cpu(tmp_path):
+    changes = [f"model.pretrained={write_base_model(tmp_path / 'base', hidden_size=64)}", "max_steps=20"]
+    changes += [f"data.paths=[{write_conversations(tmp_path / 'conversations.jsonl')}]"]
+    changes += ["data.sequence_length=64", "optimizer.learning_rate=1e-2", "eval.every=20", "log.every=1"]
+    recipe = "launch/recipes/qlora_7b.yaml"
+    result = launch("--config", recipe, f"run_dir={tmp_path / 'run'}", OFFLINE, *changes)
+    assert result.returncode == 0, result.stderr
+    assert last(tmp_path / "run", "train/loss") < first(tmp_path / "run", "train/loss") - 0.5
 
 
 def run_recipes(folder: Path, steps: dict[str, list[str]]) -> None:

@@ -21,7 +21,7 @@ from pipeline.files import format_bytes
 from pipeline.planner.forecast import Forecast, forecast
 from pipeline.planner.hardware import PlannedHardware
 from pipeline.planner.model import ModelSpec
-from pipeline.planner.shapes import read_model_spec, read_pretrained_config, standardize_keys
+from pipeline.planner.shapes import read_model_spec, read_planned_config, standardize_keys
 
 MIN_GAIN_SHARE = 0.01
 """Share of the peak memory that a proposed change saves at least."""
@@ -354,7 +354,7 @@ def find_longest_sequence(settings: Settings, model: ModelSpec, hardware: Planne
         )
     pretrained = section.pretrained_from
     if pretrained is not None:
-        model_config = standardize_keys(model.dimensions.family, read_pretrained_config(pretrained))
+        model_config = standardize_keys(model.dimensions.family, read_planned_config(pretrained))
         positions = model_config.get("max_position_embeddings") or max_tokens
         if positions < max_tokens:
             max_tokens = positions

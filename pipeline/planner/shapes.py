@@ -29,6 +29,7 @@ from pipeline.files import MAX_DESCRIPTION_BYTES, is_path, read_regular_file
 from pipeline.planner.model import DecoderDimensions, ModelSpec, ParameterSpec
 
 FAMILIES_FILE = Path(__file__).with_name("families.yaml")
+HUB_MODELS_FILE = Path(__file__).with_name("hub_models.yaml")
 OUTPUT_LAYER_PREFIX = "lm_head."
 OUTPUT_LAYER_WEIGHT = "lm_head.weight"
 """Name of the output layer's weight. A tied input embedding may also be named so in patterns."""
@@ -39,9 +40,19 @@ MAX_FIELD_VALUES = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31
 @cache
 def read_families() -> Mapping[str, Mapping[str, Any]]:
     """Return families.yaml: transformers' `model_type` -> description of the family."""
+    return _read_yaml(FAMILIES_FILE)
+
+
+@cache
+def read_hub_models() -> Mapping[str, Mapping[str, Any]]:
+    """Return hub_models.yaml: name of a model on the hub -> sizes in its config.json."""
+    return _read_yaml(HUB_MODELS_FILE)
+
+
+def _read_yaml(path: Path) -> Mapping[str, Mapping[str, Any]]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    families: Mapping[str, Mapping[str, Any]] = yaml.load(FAMILIES_FILE.read_text("utf-8"), loader)
-    return families
+    tree: Mapping[str, Mapping[str, Any]] = yaml.load(path.read_text("utf-8"), loader)
+    return tree
 
 
 def standardize_keys(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,10 +199,11 @@ def read_model_spec(config: RunConfig) -> ModelSpec | None:
     model = config.model.language_model
     if model is None:
         return None
-    vocabulary_size = read_vocabulary_size(config)
+    is_sized_by_data = model.pretrained is None or model.grow_vocabulary
+    vocabulary_size = read_vocabulary_size(config) if is_sized_by_data else None
     scores = config.objective.kind == "reward"
     if model.pretrained is not None:
-        stated = read_pretrained_config(model.pretrained)
+        stated = read_planned_config(model.pretrained)
         if stated.get("quantization_config"):
             raise ModelError(
                 f"model.pretrained: {model.pretrained!r}: its weights are quantized already; "
@@ -312,6 +324,16 @@ def read_pretrained_config(given: str, key: str = "model.pretrained") -> dict[st
     if not isinstance(found, dict):
         raise ModelError(f"{key}: {given!r}: config.json is no JSON object; download the model again")
     return found
+
+
+def read_planned_config(given: str) -> dict[str, Any]:
+    """Return config.json of a pretrained model for a plan, of models in hub_models.yaml without the hub.
+
+    Raises:
+        ModelError: See `read_pretrained_config`.
+    """
+    known = read_hub_models().get(given)
+    return read_pretrained_config(given) if known is None or Path(given).exists() else dict(known)
 
 
 def _read_model_file(given: str, name: str, key: str) -> bytes:

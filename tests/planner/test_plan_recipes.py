@@ -79,9 +79,22 @@ def test_each_shipped_recipe_has_a_row_without_torch_and_network(capsys, tmp_pat
     assert header[1][2:] == ["1 x RTX 4090 24GB", "1 x H100 SXM 80GB", "8 x H100 SXM 80GB"]
     assert [name for name, _ in rows] == sorted(path.stem for path in RECIPES.glob("*.yaml"))
     missing = {name: cells[0] for name, cells in rows if len(cells) == 1}
-    assert missing["finetune_chat"] == "needs Qwen/Qwen2.5-0.5B-Instruct"
-    assert missing["lora"] == "needs runs/sft/model"
-    assert missing["digits_cnn"] == "needs torch to build its model"
+    from_sft = dict.fromkeys(["dpo", "lora", "reward"], "needs runs/sft/model")
+    assert missing == from_sft | {"digits_cnn": "needs torch to build its model"}
+
+
+def test_a_model_that_is_not_here_is_named(capsys):
+    table = read_table(plan(capsys, "--recipes", "--config", "finetune_chat", "model.pretrained=some/model"))
+    assert table["finetune_chat"] == ["needs some/model"]
+
+
+def test_a_run_of_epochs_has_a_speed_in_place_of_a_time(capsys):
+    given = ["--config", "finetune_chat", "--deepspeed", "zero2", "--gpu", "4090"]
+    *_, epochs, cell = read_table(plan(capsys, "--recipes", *given))["finetune_chat"]
+    lowest, highest = re.search(r"tokens per second +([\d,]+) to ([\d,]+)", plan(capsys, *given)).groups()
+    speed = int(cell.removesuffix(" tokens/s").rpartition(" ")[2].replace(",", ""))
+    assert epochs == "3 epochs"
+    assert speed == pytest.approx((int(lowest.replace(",", "")) + int(highest.replace(",", ""))) / 2, abs=1)
 
 
 def test_the_readers_machine_is_the_only_column(capsys):

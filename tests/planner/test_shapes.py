@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from huggingface_hub import constants
 from parity.measure import ALONE
 from support.tiny import make_engine, recipe, settings, token_bundle
 
+from pipeline.config.settings import load_settings
+from pipeline.config.shipped import RECIPES
 from pipeline.errors import ConfigError, ModelError
-from pipeline.planner.shapes import read_model_spec, read_pretrained_config
+from pipeline.planner.shapes import read_hub_models, read_model_spec, read_pretrained_config
 
 PLAIN = {"torch": {"parallel": "single"}}
 LLAMA = recipe()["model"]
@@ -71,6 +74,29 @@ def test_a_folder_needs_a_config_and_no_weights(tmp_path):
             read_pretrained_config(str(tmp_path))
     with pytest.raises(ModelError, match="there is no such folder"):
         read_pretrained_config("./nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768), ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512)],
+)
+def test_a_model_that_a_shipped_recipe_names_is_known_without_the_hub(
+    name, parameters, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    tree = recipe(model={"kind": "causal_lm", "pretrained": name})
+    model = read_model_spec(settings(tree, PLAIN).config)
+    assert (model.name, model.numel) == (name, parameters)
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(ModelError, match="the folder has no config"):
+        read_model_spec(settings(tree, PLAIN).config)
+
+
+def test_each_hub_model_of_a_shipped_recipe_is_known():
+    configs = [load_settings(path, None, []).config for path in RECIPES.glob("*.yaml")]
+    named = {config.model.pretrained_from for config in configs} - {None}
+    assert named == set(read_hub_models())
 
 
 def test_what_has_to_be_built_is_not_guessed():
