@@ -22,9 +22,9 @@ from pipeline.planner.timing import TIME_TOLERANCE
 DEFAULT_MACHINES = (("rtx 4090", 1), ("h100", 1), ("h100", 8))
 """GPU and number of GPUs of each column if the command line names no machine."""
 LEGEND = f"""\
-A cell has the memory of the fullest GPU and the time of the run; the time may be off by {TIME_TOLERANCE:.0%}.
-`use SPLIT`: the recipe does not fit as it is, but with --deepspeed SPLIT and further changes.
-`plan --config RECIPE.yaml --suggest` prints them all."""
+A cell: memory of the fullest GPU, and time of the run, or its speed if it counts epochs.
+Time and speed may be off by {TIME_TOLERANCE:.0%}.
+`use SPLIT`: as it is, the recipe does not fit. plan --suggest prints the changes with which it does."""
 
 
 @dataclass(frozen=True)
