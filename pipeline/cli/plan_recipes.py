@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.cli.screen import Screen
-from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.config.shipped import RECIPES, find_recipe
 from pipeline.errors import ConfigError, ModelError
@@ -16,7 +15,7 @@ from pipeline.files import GIB
 from pipeline.planner.changes import SearchResult, suggest_split
 from pipeline.planner.forecast import Forecast, forecast, resolve_auto_micro_batch
 from pipeline.planner.hardware import PlannedHardware, resolve_hardware
-from pipeline.planner.shapes import read_model_spec, read_vocabulary_size
+from pipeline.planner.shapes import find_unread_tokenizer, read_model_spec
 from pipeline.planner.timing import TIME_TOLERANCE
 
 DEFAULT_MACHINES = (("rtx 4090", 1), ("h100", 1), ("h100", 8))
@@ -76,9 +75,11 @@ def plan_recipe(
         model = read_model_spec(settings.config)
     except ModelError:
         return RecipePlan(recipe.stem, missing=f"needs {settings.config.model.pretrained_from}")
-    missing = "needs torch to build its model" if model is None else _find_missing_tokenizer(settings.config)
-    if model is None or missing:
-        return RecipePlan(recipe.stem, missing=missing)
+    if model is None:
+        return RecipePlan(recipe.stem, missing="needs torch to build its model")
+    tokenizer = find_unread_tokenizer(settings.config)
+    if tokenizer is not None:
+        return RecipePlan(recipe.stem, missing=f"needs {tokenizer}")
     results = []
     for machine in machines:
         try:
@@ -93,15 +94,6 @@ def plan_recipe(
                 result = SearchResult(None, ())
         results.append(result)
     return RecipePlan(recipe.stem, model.numel, results)
-
-
-def _find_missing_tokenizer(config: RunConfig) -> str:
-    """Return `needs` and the tokenizer by which a new model is sized, if it cannot be read; else nothing."""
-    model = config.model.language_model
-    documents = config.data.documents
-    if model is None or documents is None or model.pretrained or model.vocab_size:
-        return ""
-    return "" if read_vocabulary_size(config) else f"needs {documents.tokenizer.pretrained}"
 
 
 def count_tokens(estimate: Forecast) -> int | None:

@@ -12,6 +12,7 @@ from pipeline.files import GIB, format_bytes
 from pipeline.planner.hardware import PlannedHardware
 from pipeline.planner.memory import RankMemory, estimate_memory
 from pipeline.planner.model import ModelSpec
+from pipeline.planner.shapes import find_unread_tokenizer
 from pipeline.planner.states import count_checkpoint_bytes
 from pipeline.planner.timing import (
     DEFAULT_DOCUMENT_TOKENS,
@@ -124,6 +125,9 @@ class Forecast:
             yield (
                 f"{self.config.optimizer.kind} is assumed to keep as much as AdamW: two numbers per parameter"
             )
+        tokenizer = find_unread_tokenizer(self.config)
+        if tokenizer is not None:
+            yield f"{tokenizer} cannot be read: the model's default vocabulary is assumed"
         if not self.memory.is_complete:
             yield "the memory of activations is not known for this model: the peak does not include it"
         elif self.memory.overestimate:

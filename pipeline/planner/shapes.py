@@ -296,6 +296,19 @@ def read_vocabulary_size(config: RunConfig) -> int | None:
         return None  # another file layout, which only the run itself can read
 
 
+def find_unread_tokenizer(config: RunConfig) -> str | None:
+    """Return the tokenizer that decides the vocabulary of a new model and cannot be read.
+
+    Returns:
+        `None` if the vocabulary is known. Otherwise `read_model_spec` takes the family's default.
+    """
+    model = config.model.language_model
+    documents = config.data.documents
+    if model is None or documents is None or model.pretrained or model.vocab_size:
+        return None
+    return documents.tokenizer.pretrained if read_vocabulary_size(config) is None else None
+
+
 def check_pretrained(config: RunConfig) -> None:
     """Raise a ModelError if the model that a recipe names as pretrained cannot be found or read.
 

@@ -88,6 +88,12 @@ def test_a_model_that_is_not_here_is_named(capsys):
     assert table["finetune_chat"] == ["needs some/model"]
 
 
+def test_a_tokenizer_that_is_not_here_is_named_by_the_plan(capsys):
+    remark = "runs/sft/model cannot be read: the model's default vocabulary is assumed"
+    assert remark in plan(capsys, "--config", "lora", "--gpu", "4090")
+    assert remark not in plan(capsys, "--config", "lora", "--gpu", "4090", "model.vocab_size=2048")
+
+
 def test_a_run_of_epochs_has_a_speed_in_place_of_a_time(capsys):
     given = ["--config", "finetune_chat", "--deepspeed", "zero2", "--gpu", "4090"]
     *_, epochs, cell = read_table(plan(capsys, "--recipes", *given))["finetune_chat"]
