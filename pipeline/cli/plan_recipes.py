@@ -68,13 +68,17 @@ def plan_recipe(
 
     Raises:
         ConfigError: The recipe, the JSON or an override is invalid.
+        ModelError: `--config` names the recipe, and its model cannot be read.
     """
     import_paths = not arguments.no_import_paths
     settings = load_settings(recipe, arguments.deepspeed, arguments.overrides, import_paths=import_paths)
     try:
         model = read_model_spec(settings.config)
     except ModelError:
-        return RecipePlan(recipe.stem, missing=f"needs {settings.config.model.pretrained_from}")
+        pretrained = settings.config.model.pretrained_from
+        if arguments.config is not None or pretrained is None:
+            raise
+        return RecipePlan(recipe.stem, missing=f"needs {pretrained}")
     if model is None:
         return RecipePlan(recipe.stem, missing="needs torch to build its model")
     tokenizer = find_unread_tokenizer(settings.config)
@@ -85,7 +89,7 @@ def plan_recipe(
         try:
             estimate = forecast(resolve_auto_micro_batch(settings, model, machine), model, machine)
             result = SearchResult(estimate, ())
-        except ConfigError as error:  # such as a global batch that the GPUs do not divide
+        except (ConfigError, ModelError) as error:  # such as a global batch that the GPUs do not divide
             result = SearchResult(None, (), str(error))
         if result.forecast is not None and result.forecast.fits is False:
             try:
@@ -125,14 +129,15 @@ def format_cell(result: SearchResult) -> str:
     elif estimate.time is not None:
         time = f"{estimate.time.tokens_per_second:,.0f} tokens/s"
     split = f"use {result.words[1]}: " if result.words else ""
-    return f"{split}{estimate.peak / GIB:.1f} GiB, {time}"
+    least = "" if estimate.memory.is_complete else "more than "
+    return f"{split}{least}{estimate.peak / GIB:.1f} GiB, {time}"
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the table.
 
     Raises:
-        ConfigError: A recipe, the JSON, an override or an option is invalid.
+        ConfigError, ModelError: A recipe, the JSON, an override or an option is invalid.
     """
     if arguments.json:
         raise ConfigError(

@@ -12,6 +12,7 @@ from support.launch import ROOT
 
 from pipeline.__main__ import main
 from pipeline.config.shipped import RECIPES
+from pipeline.planner import shapes
 
 MACHINES = [("4090", "1"), ("h100", "1"), ("h100", "8")]
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -83,9 +84,19 @@ def test_each_shipped_recipe_has_a_row_without_torch_and_network(capsys, tmp_pat
     assert missing == from_sft | {"digits_cnn": "needs torch to build its model"}
 
 
-def test_a_model_that_is_not_here_is_named(capsys):
-    table = read_table(plan(capsys, "--recipes", "--config", "finetune_chat", "model.pretrained=some/model"))
-    assert table["finetune_chat"] == ["needs some/model"]
+def test_a_model_that_is_not_here_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(shapes, "read_hub_models", dict)
+    table = read_table(plan(capsys, "--recipes", "--gpu", "4090"))
+    assert table["finetune_chat"] == ["needs Qwen/Qwen2.5-0.5B-Instruct"]
+    assert main(["plan", "--recipes", "--config", "finetune_chat", "model.pretrained=some/model"]) == 2
+    assert "model.pretrained: 'some/model': there is no such folder" in capsys.readouterr().err
+
+
+def test_memory_that_is_not_known_whole_is_a_bound(capsys):
+    given = ["--config", "python_stdlib", "model.architecture=gemma3_text", "--gpu", "4090"]
+    cell = read_table(plan(capsys, "--recipes", *given))["python_stdlib"][2]
+    assert re.fullmatch(r"more than [\d.]+ GiB, under 1 min", cell)
+    assert "whether it fits is not known" in plan(capsys, *given)
 
 
 def test_a_tokenizer_that_is_not_here_is_named_by_the_plan(capsys):
