@@ -97,6 +97,7 @@ quick: setup-dev
 docs: setup-dev
 	python docs/write_reference.py
 	python docs/outputs.py
+	python docs/draw_one_curve.py
 	$(SITE)
 
 bench: setup
