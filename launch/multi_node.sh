@@ -11,7 +11,8 @@
 # Options:
 #   --no-doctor      skip the check of the machines before the run (python -m pipeline doctor)
 #   --export NAME    send this environment variable to the machines, too; may be repeated. Variables such as WANDB_*,
-#                    HF_*, NCCL_*, GLOO_*, TORCH_*, OMP_* and CUDA_* are always sent (full list: docs/multi_node.md)
+#                    HF_*, NCCL_*, GLOO_*, TORCH_*, OMP_* and CUDA_* are always sent (full list:
+#                    docs/how-to/many-machines.md)
 # Options for the deepspeed launcher: --include --exclude --num_nodes --num_gpus --master_addr --master_port
 #   --launcher pdsh|openmpi --launcher_args --bind_cores_to_rank --log_level
 # The arguments of train.py begin at --deepspeed, --config, a key=value, or after --.

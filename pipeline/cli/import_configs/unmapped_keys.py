@@ -74,7 +74,7 @@ a run writes only into its own folder, and never overwrites an existing one: ove
 checkpoints are always whole and in safetensors, and the command `report` plots the loss: plot_loss
   save_only_model save_safetensors
 the command that you type decides what is done: do_eval do_predict do_train merge_lora strict
-the launcher sets it (docs/multi_node.md): compute_environment ddp_backend debug device_map
+the launcher sets it (docs/how-to/many-machines.md): compute_environment ddp_backend debug device_map
   enable_cpu_affinity gpu_ids local_rank machine_rank main_process_ip main_process_port
   main_training_function num_machines ray_num_workers ray_run_name ray_storage_path rdzv_backend
   resources_per_worker same_network tpu_env tpu_use_cluster tpu_use_sudo use_cpu

@@ -1,13 +1,13 @@
-"""The tables of other trainers' keys: docs/coming-from.md shows them, and every key gets a word."""
+"""The tables of other trainers' keys: a page shows them, and every key is imported or reported."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
-from pipeline.cli.import_configs import training_arguments as common
 from pipeline.cli.import_configs.mapping import ImportDraft
 from pipeline.cli.import_configs.unmapped_keys import NO_EFFECT, NO_EXACT_COUNTERPART
 from pipeline.cli.import_configs.writing import TOOLS, format_recipe, make_json
@@ -30,32 +30,16 @@ NEEDED = {"axolotl": {"base_model": "a/b", "learning_rate": 1e-4}}
 STRANGE = (-1, "x", [1], {"a": 1}, [{"path": "x", "split": 3, "data_files": 5, "fraction": "q"}])
 
 
-def as_markdown(rows):
-    """Return what becomes of keys, as docs/coming-from.md shows it."""
-    ours = {}
-    for key, row in rows.items():
-        ours.setdefault(row.ours, []).append(f"`{key}`")
-    lines = ["| theirs | ours |", "|---|---|"]
-    for mine, theirs in ours.items():
-        start, _, names = mine.rpartition("JSON: ")
-        start = "JSON: " if "JSON: " in mine else start
-        quoted = ", ".join(f"`{name}`" for name in names.split(", "))
-        lines.append(f"| {', '.join(theirs)} | {start}{quoted} |")
-    return "\n".join(lines)
-
-
-def own_rows(name):
-    """Return the rows of a tool that TrainingArguments do not have."""
-    rows = TOOLS[name].rows
-    shared = common.ROWS if name != "trainer" else {}
-    return {key: row for key, row in rows.items() if shared.get(key) != row}
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_the_page_has_the_tables(name):
-    page = (DOCS / "coming-from.md").read_text()
-    assert f"## {TOOLS[name].title}\n" in page
-    assert as_markdown(own_rows(name)) in page
+def test_the_page_has_the_tables():
+    program = runpy.run_path(str(DOCS / "write_imported_keys.py"))
+    page = (DOCS / "reference" / "imported-keys.md").read_text()
+    assert page == program["build_document"](), "run: python docs/write_imported_keys.py"
+    for name in BASES:
+        section = page.split(f"\n## {TOOLS[name].title}\n")[1].split("\n## ")[0]
+        missing = [key for key in program["list_own_rows"](name) if f"`{key}`" not in section]
+        assert missing == [], name
+    for words in (NO_EXACT_COUNTERPART, NO_EFFECT):
+        assert [key for key in words if f"`{key}`" not in page] == []
 
 
 @pytest.mark.parametrize("name", BASES)
