@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.config.shipped import LAUNCH
 from pipeline.distributed.launch.environment import (
+    SENT_PREFIXES,
     choose_environment,
     launcher_environment,
     load_sent_environment,
@@ -44,6 +45,13 @@ def hostfile(tmp_path):
     path = tmp_path / "hostfile"
     path.write_text("a slots=2\nb slots=4\n")
     return path
+
+
+def test_the_page_lists_the_variables_that_are_always_sent():
+    page = (LAUNCH.parent / "docs" / "how-to" / "many-machines.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("|") and "WANDB_" in line)
+    names = {word.removesuffix("\\*") for word in row.split("|")[1].replace(",", "").split()}
+    assert names == set(SENT_PREFIXES)
 
 
 def test_training_variables_go_and_nothing_else_does():
