@@ -1260,41 +1260,123 @@ class WatchedRun:
 
 @dataclass(frozen=True)
 class AlertKind:
-    """Entry of ALERTS: the factory of an alert, and the condition under which a run has it."""
+    """Entry of ALERTS: the factory of an alert, and the texts about it in the documentation."""
 
     build: Callable[[WatchedRun], Alert]
     """Function that creates the alert."""
+    condition: str
+    """Condition under which the alert reports an event."""
+    first: str
+    """First step, row or evaluation whose check can report an event."""
     is_enabled: Callable[[WatchedRun], bool] = attrgetter("wants_alerts")
     """Function that returns whether the run has the alert."""
 
 
+def _describe_spike(series: str, threshold: SpikeThreshold) -> str:
+    """Return the condition of a SpikeAlert.
+
+    Args:
+        series: Words for its series.
+        threshold: Threshold of its detector.
+    """
+    at_first = ""
+    if threshold.deviations_at_first != threshold.deviations:
+        at_first = f"; {threshold.deviations_at_first:g} are enough for a value as high as the run's first"
+    return (
+        f"The {series} of a step is {threshold.ratio:g} times the local level, the median of the last "
+        f"{LEVEL_WINDOW} steps, and {threshold.deviations:g} standard deviations of its logarithm above "
+        f"it{at_first}. Again after {CALM_STEPS} steps without a spike."
+    )
+
+
+FIRST_SPIKE = f"{MIN_VALUES + 1}; after {NEW_LEVEL_SPIKES} spikes in a row, {MIN_VALUES + 1} steps later"
 ALERTS = {
     "non_finite": AlertKind(
         lambda run: NonFiniteAlert(get_min_loss_scale(run.resolved.deepspeed)),
+        "A step was skipped because its gradient was infinite or NaN; or its loss is, but not its gradient. "
+        "In fp16 a skipped step with a finite loss is `info`, because it lowers the loss scale; at the "
+        "lowest loss scale the event is `loss_scale_floor`.",
+        "1",
         attrgetter("reports_nonfinite"),
     ),
-    LOSS_SPIKE: AlertKind(lambda run: SpikeAlert(LOSS_SPIKE, run.detectors[0]), attrgetter("reports_spikes")),
-    GRAD_NORM_SPIKE: AlertKind(
-        lambda run: SpikeAlert(GRAD_NORM_SPIKE, run.detectors[1]), attrgetter("reports_spikes")
+    LOSS_SPIKE: AlertKind(
+        lambda run: SpikeAlert(LOSS_SPIKE, run.detectors[0]),
+        _describe_spike("loss", LOSS_THRESHOLD),
+        FIRST_SPIKE,
+        attrgetter("reports_spikes"),
     ),
-    NO_TARGETS: AlertKind(lambda run: report_no_targets),
-    "non_finite_eval": AlertKind(lambda run: NonFiniteEval()),
-    "loss_rise": AlertKind(lambda run: LossRise()),
-    "eval_divergence": AlertKind(lambda run: EvalDivergence()),
-    "data_starvation": AlertKind(lambda run: DataStarvation(run.config.loader.num_workers)),
-    "throughput_drop": AlertKind(lambda run: ThroughputDrop()),
+    GRAD_NORM_SPIKE: AlertKind(
+        lambda run: SpikeAlert(GRAD_NORM_SPIKE, run.detectors[1]),
+        _describe_spike("gradient norm before clipping", GRAD_NORM_THRESHOLD),
+        FIRST_SPIKE,
+        attrgetter("reports_spikes"),
+    ),
+    NO_TARGETS: AlertKind(
+        lambda run: report_no_targets,
+        "No target counts in the loss of a step's global batch (its `train/loss` is 0) or of an evaluation "
+        "set (its loss is NaN): all labels are -100 or have weight 0.",
+        "1",
+    ),
+    "non_finite_eval": AlertKind(
+        lambda run: NonFiniteEval(),
+        "A metric of an evaluation is infinite or NaN. Again only after it was finite.",
+        "the first evaluation",
+    ),
+    "loss_rise": AlertKind(
+        lambda run: LossRise(),
+        f"The median of the last {RISE_WINDOW} losses is {RISE_FACTOR:g} times the initial loss. Or the loss "
+        f"rose that much for {JUMP_STEPS} of the first {EARLY_STEPS} steps; {SMALL_JUMP_FACTOR:g} times is "
+        f"enough if it is still above {UNCHANGED_SHARE:.0%} of the initial loss at step {RISE_EVERY}. Only a "
+        "rise that exceeds the scatter of the loss counts. Once in a run.",
+        f"{RISE_EVERY}, then every {RISE_EVERY}th",
+    ),
+    "eval_divergence": AlertKind(
+        lambda run: EvalDivergence(),
+        f"`eval/loss` rose in {WORSE_EVALUATIONS} consecutive evaluations and is {MIN_EVAL_RISE:.0%} above "
+        "its best, while `train/loss` fell. Again only after a new best.",
+        f"evaluation {WORSE_EVALUATIONS + 1}",
+    ),
+    "data_starvation": AlertKind(
+        lambda run: DataStarvation(run.config.loader.num_workers),
+        f"Steps wait for data for more than {STARVATION_SHARE:.0%} of their time, in {STARVED_WINDOWS} "
+        f"consecutive windows of at least {STARVATION_STEPS} steps. Once in a process.",
+        f"{STARVED_WINDOWS * STARVATION_STEPS} after the first row",
+    ),
+    "throughput_drop": AlertKind(
+        lambda run: ThroughputDrop(),
+        f"Steps take {SLOWDOWN_FACTOR:g} times as long as in the fastest window, in {SLOW_WINDOWS} "
+        f"consecutive windows of at least {WINDOW_STEPS} steps and {WINDOW_SECONDS:g} s. Again after a "
+        "recovery.",
+        f"window {SLOW_WINDOWS + 1}",
+    ),
     "slow_rank": AlertKind(
         lambda run: SlowRank(
             run.job.rank_processes, run.config.distributed.straggler_share, run.resolved.split.pipeline_stages
-        )
+        ),
+        "A rank takes longer than the median rank for data, forward and backward: by "
+        f"`distributed.straggler_share`, and by {MIN_LOST_SHARE:.0%} of the step, for {SUSPECTED_STEPS} "
+        f"steps and {SUSPECTED_SECONDS:g} s. Once for each rank and phase.",
+        f"{SUSPECTED_STEPS} after the first row",
     ),
-    "memory_growth": AlertKind(lambda run: MemoryGrowth()),
+    "memory_growth": AlertKind(
+        lambda run: MemoryGrowth(),
+        f"The memory of a device or a process grows steadily in {MEMORY_WINDOWS} consecutive windows of at "
+        f"least {MEMORY_ROWS} rows, by {MIN_GROWTH_SHARE:.0%} and {MIN_GROWTH_GIB * 1024:g} MiB in total. "
+        "Once in a process for each kind of memory.",
+        f"row {(MEMORY_WINDOWS + 1) * MEMORY_ROWS}",
+    ),
     "frozen_parameter": AlertKind(
-        lambda run: FrozenParameters(run.engine.shards, run.job.gather_object), attrgetter("reports_frozen")
+        lambda run: FrozenParameters(run.engine.shards, run.job.gather_object),
+        f"After {FROZEN_STEPS} steps a trained parameter has its initial value, or had only zero gradients. "
+        "Once in a process.",
+        str(FROZEN_STEPS),
+        attrgetter("reports_frozen"),
     ),
 }
 """Name of the alert's event -> the alert, in the order in which alerts are applied. These are the built-in
-alerts; a custom alert is a callback (`callbacks` of the recipe), which can return an event."""
+alerts; a custom alert is a callback (`callbacks` of the recipe), which can return an event.
+
+`docs/write_metrics_and_alerts.py` writes a table of docs/reference/metrics-and-alerts.md from their texts."""
 
 
 @unmap_freed_tensors()  # returns the memory of the temporary tensors of the checksums to the system

@@ -88,5 +88,5 @@ def test_what_watchers_keep_is_restored_by_name_and_may_be_missing():
 
 @pytest.mark.parametrize("name", ALERTS)
 def test_every_rule_is_explained(name):
-    page = (Path(__file__).parents[3] / "docs" / "alerts.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics-and-alerts.md").read_text()
     assert any(f"`{name}`" in line for line in page.splitlines() if line.startswith("| "))
