@@ -1,4 +1,4 @@
-"""A DeepSpeed training pipeline. docs/api.md lists the names that a script may use.
+"""A DeepSpeed training pipeline. docs/reference/api.md lists the names that a script may use.
 
 Importing this package loads neither torch nor DeepSpeed: each name is imported when it is first used.
 """

@@ -27,7 +27,7 @@ from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
 
 
 class TrackerConfig(RecipeSection):
-    """Your own tracker for the rows of the run: a class by import path (docs/your-own-tracker.md)."""
+    """Your own tracker for the rows of the run: a class by import path (docs/how-to/watching.md)."""
 
     kind: str = Field(pattern=IMPORT_PATH)
     """Import path `package.module:class`. The class is called as `class(run_dir, start_step, run_config,
@@ -115,7 +115,7 @@ class NotifyConfig(RecipeSection):
 class ProfileConfig(RecipeSection):
     """torch's profiler on some steps of the main rank, and a snapshot of GPU memory when it runs out.
 
-    The files are written to `profile/` of the run (docs/how-to.md). Profiled steps are slower.
+    The files are written to `profile/` of the run (docs/how-to/watching.md). Profiled steps are slower.
     """
 
     start_step: int | None = Field(None, gt=0, le=10**12)
@@ -126,9 +126,9 @@ class ProfileConfig(RecipeSection):
 
 
 class WatchConfig(RecipeSection):
-    """Alerts about a run that goes wrong, and the action for each: docs/alerts.md.
+    """Alerts about a run that goes wrong, and the action for each (docs/how-to/watching.md).
 
-    Each alert is an event in metrics.jsonl.
+    Each alert is an event in metrics.jsonl; docs/reference/metrics-and-alerts.md has all of them.
     """
 
     alerts: bool = True

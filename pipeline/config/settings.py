@@ -267,6 +267,9 @@ def load_settings(
         overrides: `key=value` for the recipe, `ds.key=value` for the JSON.
         import_paths: Whether the recipe may name code to run.
 
+    Returns:
+        The settings, for `Run`.
+
     Raises:
         ConfigError: A file is missing or malformed; a key is unknown, or its value is not valid; keys
             contradict each other; or the recipe names code and `import_paths` is off.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pipeline.checkpoint.export import ExportResult
 from pipeline.checkpoint.export import export as export_weights
 from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.optional_packages import require_deepspeed
@@ -196,10 +197,10 @@ class Run:
             are set here. The caller closes the engine and leaves the process group; `Run` does neither.
 
     Raises:
-        PipelineError: Something the user gave cannot be used. The subclass says what: ConfigError,
-            DataError, ModelError, CheckpointError or LaunchError.
-        DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed. Every method raises
-            these, too.
+        PipelineError: Something you gave cannot be used. The subclass says what: ConfigError, DataError,
+            ModelError, CheckpointError or LaunchError.
+        DeviceMemoryError: The device ran out of memory. Every method raises this, too.
+        DeviceFailedError: The device failed. Every method raises this, too.
     """
 
     def __init__(self, settings: Settings, joined: JobContext | None = None):
@@ -308,7 +309,7 @@ class Run:
 
     @property
     def is_main_process(self) -> bool:
-        """Return whether this process is rank 0."""
+        """Whether this process is rank 0."""
         return self._job.ranks.is_main_process
 
     @property
@@ -347,12 +348,19 @@ class Run:
             return self._loop.step()
 
     def train(self) -> None:
-        """Make all remaining steps, or those until a stop (`stopped_by`). Raises the errors of `step`."""
+        """Make all remaining steps, or those until a stop; see `stopped_by`.
+
+        Raises:
+            NonFiniteLossError: See `step`.
+            PipelineError: See `step`.
+        """
         with self._translate_failures(self._advice):
             self._loop.train()
 
     def evaluate(self) -> dict[str, float] | None:
-        """Evaluate the current weights on held-out data and tasks and log the row, unless this was done.
+        """Evaluate the current weights on the held-out data and the tasks, and log the row.
+
+        If this step has been evaluated already, its row is returned and nothing is computed.
 
         Returns:
             The row (`eval/loss` ...); `None` if all ranks agreed to stop before the evaluation ended.
@@ -371,9 +379,18 @@ class Run:
     def generate(
         self, prompt: str, *, max_new_tokens: int = 128, temperature: float = TEMPERATURE, seed: int = 0
     ) -> str:
-        """Return the prompt and the current model's continuation, or its answer. See pipeline.generate.
+        """Generate text with the current weights, between two steps and under any split.
 
         Training continues as if this had not been called.
+
+        Args:
+            prompt: Text to continue; for a model that trains on conversations, a question to answer.
+            max_new_tokens: Maximum number of tokens to generate.
+            temperature: Divisor of the logits; 0 always takes the likeliest token.
+            seed: Seed of the sampling.
+
+        Returns:
+            The prompt with its continuation, or the answer.
 
         Raises:
             ModelError: The model is no language model, or the prompt is longer than its context.
@@ -404,7 +421,10 @@ class Run:
         return self._sample
 
     def save(self) -> Path:
-        """Save a checkpoint of this step unless it exists, wait until it is on the disk, return its folder.
+        """Save a checkpoint of this step unless it exists, and wait until it is on the disk.
+
+        Returns:
+            Folder of the checkpoint.
 
         Raises:
             CheckpointError: The checkpoint cannot be written, or the run has made no step yet.
@@ -413,10 +433,10 @@ class Run:
             return self._loop.save()
 
     def close(self) -> None:
-        """End the run: wait for a pending save, write summary.json, unlock the directory, leave the job.
+        """End the run, as leaving its `with` statement does. A second call does nothing.
 
-        Only a finished run gets a summary.json. The job is left only if the run joined it itself. A second
-        call does nothing.
+        This waits for a pending save, writes summary.json if the run is finished, unlocks the directory, and
+        leaves the process group if the run joined it itself.
         """
         self.__exit__(None, None, None)
 
@@ -488,12 +508,16 @@ def evaluate(
         step: Checkpoint of the run: a step, `last` or `best`.
         import_paths: Whether code that the run's recipe names may be imported and run.
 
+    Returns:
+        Name of each metric -> value: `eval/loss` ...
+
     Raises:
         ConfigError: An override is not allowed or not valid, or the source is no run.
         DataError: No data is held out.
-        CheckpointError, ModelError: The checkpoint does not exist, its weights are damaged, or they do not
-            fit the model.
-        DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed.
+        CheckpointError: The checkpoint does not exist, or its weights are damaged.
+        ModelError: The weights do not fit the model.
+        DeviceMemoryError: The device ran out of memory.
+        DeviceFailedError: The device failed.
     """
     return evaluate_source(open_source(source, step, overrides, import_paths=import_paths))
 
@@ -529,10 +553,10 @@ def generate(
     seed: int = 0,
     import_paths: bool = True,
 ) -> str:
-    """Return a text by a language model, computed in one process.
+    """Generate text with a language model, in one process.
 
-    The text is the answer to a conversation, or the prompt with its continuation. A model that was trained on
-    conversations answers a prompt, too, and so does a model of a folder or the hub with a chat template.
+    A model that was trained on conversations answers the prompt, and so does a model of a folder or the hub
+    with a chat template. Any other model continues it.
 
     Args:
         source: Run directory, one of its checkpoints, folder of transformers or of peft, or hub name.
@@ -550,12 +574,16 @@ def generate(
         seed: Seed of the sampling.
         import_paths: Whether code that a run's recipe names may be imported and run.
 
+    Returns:
+        The prompt with its continuation, or the answer.
+
     Raises:
         ConfigError: An override is not allowed or not valid.
         DataError: A value is out of its range, or the chat template refuses the conversation.
         ModelError: There is no such model, it is no language model, or the prompt is longer than its context.
         CheckpointError: The checkpoint does not exist, or its weights are damaged.
-        DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed.
+        DeviceMemoryError: The device ran out of memory.
+        DeviceFailedError: The device failed.
     """
     settings = GenerationSettings(
         max_new_tokens, temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
@@ -582,4 +610,36 @@ def generate_from_source(
         )
 
 
-export = translate_device_failures(torch.device("cpu"), advise_on_files)(export_weights)
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    step: str | int = "last",
+    dtype: str | None = None,
+    merge: bool = False,
+) -> ExportResult:
+    """Write the weights of a checkpoint of any split to a folder.
+
+    transformers opens the exported folder of a transformers model, and peft opens that of an adapter. The
+    export runs in one process, and needs no GPU and none of the run's machines. It needs memory for the
+    largest tensor.
+
+    Args:
+        run: Run directory, or one of its checkpoints.
+        out: Folder to write, which must not exist or must be empty.
+        step: Checkpoint of the run: a step, `last` or `best`.
+        dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`. `None` for fp32, or for a merged adapter the
+            dtype of its base.
+        merge: Whether to merge an adapter into its base, which must be at its recorded path.
+
+    Returns:
+        The files, their size, and the class of transformers that opens the folder.
+
+    Raises:
+        CheckpointError: The checkpoint does not exist or is damaged, `out` cannot be written, an argument
+            does not suit the checkpoint, or a value does not fit into fp16.
+        ModelError: The base of an adapter cannot be opened, or the adapter cannot be merged into it.
+        DeviceMemoryError: The machine ran out of memory.
+    """
+    with translate_device_failures(torch.device("cpu"), advise_on_files):
+        return export_weights(run, out, step=step, dtype=dtype, merge=merge)

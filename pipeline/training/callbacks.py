@@ -52,7 +52,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Answer:
-    """Requests of a callback, on which all ranks act."""
+    """Requests that a method of a callback returns, on which all ranks act."""
 
     alert: Event | None = None
     """Event for metrics.jsonl, and for all trackers that show alerts; `None` for none."""
@@ -71,29 +71,33 @@ class Answer:
 
 
 class Callback:
-    """Base class of callbacks. Override the methods that you need; a moment's method may return an Answer."""
+    """Base class of your callbacks. Override the methods that you need.
+
+    The run calls them on rank 0 with the `Moment` of the call. Each may return an `Answer`, on which all
+    ranks act, or `None`. A method that raises ends the run with a `CallbackError`.
+    """
 
     def run_begins(self, now: Moment) -> Answer | None:
-        """Run before the first step, also of a run that resumes."""
+        """React to the start of the run, before its first step and after each resume."""
 
     def after_row(self, now: Moment) -> Answer | None:
-        """Run after a row of training is written; on a GPU the next step has begun by then."""
+        """React to a row of training, in `now.metrics`. On a GPU the next step has already begun."""
 
     def after_evaluation(self, now: Moment) -> Answer | None:
-        """Run after an evaluation is written."""
+        """React to an evaluation, in `now.metrics`."""
 
     def before_save(self, now: Moment) -> Answer | None:
-        """Run before `state_dict` is read for a checkpoint."""
+        """Prepare for a checkpoint, before `state_dict` is called."""
 
     def run_ends(self, now: Moment) -> Answer | None:
-        """Run after the last checkpoint. The answer can only alert."""
+        """React to the end of the run, after its last checkpoint. The answer can only alert."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values for the checkpoint."""
+        """Return the state that a checkpoint stores, as JSON values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values of a checkpoint, on a resume and on a rollback."""
+        """Restore the state of a checkpoint, after a resume or a rollback."""
 
 
 class EarlyStopping(Callback):

@@ -109,7 +109,8 @@ def test_a_bit_that_stays_flipped_for_any_number_of_steps_shows():
             assert int(right) != int(wrong)
 
 
-# A flip comes at one moment of a step, and is either compared or not: a table of docs/reference/metrics-and-alerts.md.
+# A flip comes at one moment of a step, and is either compared or not: see the table of
+# docs/reference/metrics-and-alerts.md.
 MOMENTS = ("before the forward", "before the backward", "before the update", "after the update")
 WEIGHTS = {("weights", moment) for moment in MOMENTS}
 REPLICATED = (

@@ -1,7 +1,9 @@
-"""The Python API: the script of docs/api.md, and a run in somebody else's process."""
+"""The Python API: the script of docs/reference/api.md, and a run in somebody else's process."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -27,11 +29,13 @@ from support.launch import (
 from support.rank_pool import free_port
 
 import pipeline
+import pipeline.errors
 from pipeline.cli.train import main
 
 pytestmark = pytest.mark.slow
 
-SCRIPT, NOTEBOOK = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.M | re.S)
+PAGE = (ROOT / "docs" / "reference" / "api.md").read_text()
+SCRIPT, NOTEBOOK = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 
 
 def run_script(folder: Path, text: str, ranks: int = 0) -> CompletedCommand:
@@ -141,6 +145,24 @@ def commanded(tmp_path_factory):
 
 def settings_of(commanded, folder: Path, *overrides: str):
     return pipeline.load_settings(commanded[0], None, [f"run_dir={folder / 'run'}", *overrides])
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: ([\w.]+)$", PAGE, re.M))
+def test_a_directive_of_the_page_names_something_documented(name):
+    module, _, attribute = name.rpartition(".")
+    assert getattr(importlib.import_module(module), attribute).__doc__
+
+
+def test_the_page_has_every_name_and_every_error():
+    named = set(re.findall(r"^::: ([\w.]+)$", PAGE, re.M))
+    kinds = vars(pipeline.errors).values()
+    errors = {
+        kind.__name__ for kind in kinds if inspect.isclass(kind) and issubclass(kind, pipeline.PipelineError)
+    }
+    assert named == {
+        *(f"pipeline.{name}" for name in pipeline.__all__ if name != "PipelineError"),
+        *(f"pipeline.errors.{name}" for name in errors),
+    }
 
 
 def test_a_run_stepped_by_hand_goes_on_by_the_command(tmp_path, commanded, capsys):

@@ -107,7 +107,7 @@ def put_arguments(draft: ImportDraft, has_eval: bool) -> None:
         draft.put("log.tensorboard", True)
     if trackers - {"wandb", "all", "tensorboard", "none"}:
         draft.leave_open(
-            "report_to", "only W&B and TensorBoard are imported; for others see docs/your-own-tracker.md"
+            "report_to", "only W&B and TensorBoard are imported; for others see docs/how-to/watching.md"
         )
     _put_json(draft)
 

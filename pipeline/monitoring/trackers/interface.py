@@ -130,7 +130,7 @@ def _refuse_missing(config: TrackerConfig, missing: Sequence[str]) -> None:
     if missing:
         raise ConfigError(
             f"log.trackers: {config.kind} has no {' and no '.join(missing)}; a tracker needs "
-            "write(step, row), tell(step, event) and close(exit_code), see docs/your-own-tracker.md"
+            "write(step, row), tell(step, event) and close(exit_code), see docs/how-to/watching.md"
         )
 
 
