@@ -1,6 +1,7 @@
 """Writes the tables of docs/reference/ from the code: `python docs/write_reference.py`.
 
-configuration.md has the keys of the recipe, and cli.md the commands. Other text is written by hand.
+configuration.md has the keys of the recipe, cli.md the commands, and metrics-and-alerts.md the columns of
+metrics.jsonl and the alerts. Other text is written by hand.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from pipeline.config import deepspeed_keys as keys
 from pipeline.config.data_schema import SOURCE_NAME
 from pipeline.config.model_schema import IMPORT_PATH
 from pipeline.config.schema import RUN_NAME, RunConfig
+from pipeline.monitoring import columns
+from pipeline.monitoring.alerts.rules import ALERTS
 
 REFERENCE = Path(__file__).with_name("reference")
 
@@ -41,8 +44,19 @@ def build_documents() -> dict[Path, str]:
         "ignored": _format_pairs("why", keys.IGNORED),
         "refused": _format_pairs("instead", keys.UNSUPPORTED),
         "commands": "\n".join(_format_commands()),
+        "training": _format_columns(columns.TRAINING),
+        "objectives": _format_columns(columns.OBJECTIVE_METRICS),
+        "evaluation": _format_columns(columns.EVALUATION),
+        "performance": _format_columns(columns.PERFORMANCE),
+        "time": _format_columns(columns.TIME),
+        "memory": _format_columns(columns.MEMORY),
+        "alerts": _format_rows(
+            ("event", "when", "first step"),
+            [(f"`{name}`", alert.condition, alert.first) for name, alert in ALERTS.items()],
+        ),
     }
-    pages = {REFERENCE / name: "" for name in ("configuration.md", "cli.md")}
+    names = ("configuration.md", "cli.md", "metrics-and-alerts.md")
+    pages = {REFERENCE / name: "" for name in names}
     for path in pages:
         text = path.read_text(encoding="utf-8")
         for name, table in tables.items():
@@ -74,6 +88,12 @@ def _format_commands() -> Iterator[str]:
             words = [*action.option_strings[-1:], f"{value}"]
             rows.append((f"`{' '.join(words).strip()}`", formatter._expand_help(action)))
         yield _format_rows(("argument", "meaning"), rows)
+
+
+def _format_columns(described: Mapping[str, columns.Column]) -> str:
+    """Return the table of some columns of metrics.jsonl."""
+    rows = [(f"`{name}`", column.unit, column.meaning) for name, column in described.items()]
+    return _format_rows(("metric", "unit", "meaning"), rows)
 
 
 def _format_recipe() -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Unit and meaning of every column of metrics.jsonl.
 
-`docs/write_metrics_and_alerts.py` writes the tables of docs/reference/metrics-and-alerts.md from it. A new
+`docs/write_reference.py` writes the tables of docs/reference/metrics-and-alerts.md from it. A new
 column needs an entry here: tests/monitoring/test_columns.py compares the entries with the rows of runs.
 """
 

@@ -1376,7 +1376,7 @@ ALERTS = {
 """Name of the alert's event -> the alert, in the order in which alerts are applied. These are the built-in
 alerts; a custom alert is a callback (`callbacks` of the recipe), which can return an event.
 
-`docs/write_metrics_and_alerts.py` writes a table of docs/reference/metrics-and-alerts.md from their texts."""
+`docs/write_reference.py` writes a table of docs/reference/metrics-and-alerts.md from their texts."""
 
 
 @unmap_freed_tensors()  # returns the memory of the temporary tensors of the checksums to the system
