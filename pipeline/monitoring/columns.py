@@ -22,8 +22,8 @@ class Column:
 TRAINING = {
     "train/loss": Column(
         "nats for language models",
-        "Mean loss of the last step's global batch: per token, or per sample or pair where the loss counts "
-        "these. Other objectives use their own unit.",
+        "Mean loss of the last step's global batch: per token, or per sample or pair if the objective counts "
+        "these.",
     ),
     "train/grad_norm": Column("none", "Norm of the last step's gradient before clipping."),
     "train/learning_rate": Column(
@@ -31,13 +31,13 @@ TRAINING = {
     ),
     "train/loss_scale": Column("none", "Loss scale. fp16 only."),
     "train/skipped_steps": Column("steps", "Steps so far whose gradient was infinite or NaN."),
-    "train/skipped_in_a_row": Column("steps", "The newest of these steps, if the last step is one of them."),
+    "train/skipped_in_a_row": Column(
+        "steps", "Consecutive such steps up to the last step. Absent if there are none."
+    ),
     "train/samples_seen": Column("samples", "Samples read so far, over all ranks."),
     "train/tokens_seen": Column("tokens", "Target tokens so far, over all ranks. Language models only."),
     "train/epoch": Column("epochs", "Passes over the training data so far."),
-    "train/METRIC": Column(
-        "per metric", "Further mean of the objective; see the objectives' metrics. Last step only."
-    ),
+    "train/METRIC": Column("per metric", "Further mean of the objective over the last step's global batch."),
     "data/SOURCE_samples": Column("samples", "Samples of a source so far. Only with several sources."),
 }
 """Columns of training rows about the loss and the data."""

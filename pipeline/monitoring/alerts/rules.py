@@ -1281,11 +1281,11 @@ def _describe_spike(series: str, threshold: SpikeThreshold) -> str:
     """
     at_first = ""
     if threshold.deviations_at_first != threshold.deviations:
-        at_first = f"; {threshold.deviations_at_first:g} are enough for a value as high as the run's first"
+        at_first = f"; {threshold.deviations_at_first:g} if it is as high as the run's first value"
     return (
-        f"The {series} of a step is {threshold.ratio:g} times the local level, the median of the last "
-        f"{LEVEL_WINDOW} steps, and {threshold.deviations:g} standard deviations of its logarithm above "
-        f"it{at_first}. Again after {CALM_STEPS} steps without a spike."
+        f"The {series} is more than {threshold.ratio:g} times the local level (the median of the last "
+        f"{LEVEL_WINDOW} steps), and its logarithm more than {threshold.deviations:g} standard deviations "
+        f"above it{at_first}. Again after {CALM_STEPS} steps without a spike."
     )
 
 
@@ -1324,10 +1324,11 @@ ALERTS = {
     ),
     "loss_rise": AlertKind(
         lambda run: LossRise(),
-        f"The median of the last {RISE_WINDOW} losses is {RISE_FACTOR:g} times the initial loss. Or the loss "
-        f"rose that much for {JUMP_STEPS} of the first {EARLY_STEPS} steps; {SMALL_JUMP_FACTOR:g} times is "
-        f"enough if it is still above {UNCHANGED_SHARE:.0%} of the initial loss at step {RISE_EVERY}. Only a "
-        "rise that exceeds the scatter of the loss counts. Once in a run.",
+        f"The median of the last {RISE_WINDOW} losses is more than {RISE_FACTOR:g} times the initial loss. Or "
+        f"{JUMP_STEPS} consecutive losses within the first {EARLY_STEPS} steps were; then "
+        f"{SMALL_JUMP_FACTOR:g} times is enough if the median at step {RISE_EVERY} is still above "
+        f"{UNCHANGED_SHARE:.0%} of the initial loss. The rise must exceed the scatter of the loss. Once in a "
+        "run.",
         f"{RISE_EVERY}, then every {RISE_EVERY}th",
     ),
     "eval_divergence": AlertKind(
