@@ -1324,8 +1324,8 @@ ALERTS = {
     ),
     "loss_rise": AlertKind(
         lambda run: LossRise(),
-        f"The median of the last {RISE_WINDOW} losses is more than {RISE_FACTOR:g} times the initial loss. Or "
-        f"{JUMP_STEPS} consecutive losses within the first {EARLY_STEPS} steps were; then "
+        f"The median of the last {RISE_WINDOW} losses is more than {RISE_FACTOR:g} times the initial loss. "
+        f"Or {JUMP_STEPS} consecutive losses within the first {EARLY_STEPS} steps were; then "
         f"{SMALL_JUMP_FACTOR:g} times is enough if the median at step {RISE_EVERY} is still above "
         f"{UNCHANGED_SHARE:.0%} of the initial loss. The rise must exceed the scatter of the loss. Once in a "
         "run.",
