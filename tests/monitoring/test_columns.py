@@ -19,7 +19,8 @@ from pipeline.objectives.preferences import KTO, PairLoss, PairSettings, Pairwis
 PAGE = ROOT / "docs" / "reference" / "metrics-and-alerts.md"
 GROUPS = sorted({name.partition("/")[0] for name in COLUMNS})
 COLUMN = re.compile(rf"({'|'.join(GROUPS)})/[\w/]+")
-FROM_THE_OBJECTIVE = {"train/METRIC": "train/", "eval/METRIC": "eval/"}
+FROM_THE_OBJECTIVE = {"train/METRIC", "eval/METRIC"}
+"""Entries of the metrics in OBJECTIVE_METRICS."""
 
 
 def find_column(name: str) -> str | None:
