@@ -16,7 +16,7 @@ class Column:
     unit: str
     """Unit of the value."""
     meaning: str
-    """What the value measures, and which rows have it unless all of its kind do."""
+    """Description of the value, and of the rows that have it if not all of its kind do."""
 
 
 TRAINING = {
