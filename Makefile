@@ -96,6 +96,7 @@ quick: setup-dev
 
 docs: setup-dev
 	python docs/write_reference.py
+	python docs/write_imported_keys.py
 	python docs/outputs.py
 	python docs/draw_one_curve.py
 	$(SITE)

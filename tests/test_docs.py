@@ -318,9 +318,6 @@ def test_a_printed_file_of_the_project_is_there(page):
             assert (ROOT / "ds_configs" / name).exists(), f"{page.name}: {name}"
 
 
-HOW_TO = ROOT / "docs" / "how-to.md"
-
-
 @pytest.mark.slow
 def test_the_picture_of_the_curves_is_drawn_and_the_table_written(run, tmp_path, monkeypatch):
     page = ROOT / "docs" / "how-to" / "watching.md"
