@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from pipeline.config.data_schema import DocumentsConfig, PreferenceDataConfig
+from pipeline.config.data_schema import DataSection, DocumentsConfig, PreferenceDataConfig
 from pipeline.config.interval import find_interval_contradictions
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig
@@ -50,6 +50,11 @@ def find_contradictions(config: RunConfig) -> Iterator[Contradiction]:
             "early_stopping counts evaluations, and with eval.every: 0 there are none between the first and "
             "the last step; set eval.every",
         )
+    if config.early_stopping is not None and not (holds_out(config.data) or config.eval.is_best_of_task):
+        yield (
+            ("early_stopping", "data.eval_fraction"),
+            "early_stopping: nothing is held out to evaluate on; set data.eval_fraction=0.1",
+        )
     yield from find_interval_contradictions(config, None)
     yield from _check_tasks(config)
     if config.model.language_model is not None:
@@ -59,6 +64,15 @@ def find_contradictions(config: RunConfig) -> Iterator[Contradiction]:
     yield from _check_objective(config)
     yield from _check_optimizer(config.optimizer)
     yield from _check_schedule(config.schedule)
+
+
+def holds_out(data: DataSection) -> bool:
+    """Return whether a data section asks for held-out data; your own data may have some."""
+    if data.documents is not None:
+        return bool(data.documents.eval_fraction or data.documents.eval_sets)
+    if data.images is not None:
+        return bool(data.images.eval_fraction or data.images.eval_path)
+    return True
 
 
 def _check_tasks(config: RunConfig) -> Iterator[Contradiction]:
@@ -75,6 +89,11 @@ def _check_tasks(config: RunConfig) -> Iterator[Contradiction]:
         yield (
             ("eval.tasks", "model.kind", "objective.kind"),
             f"eval.tasks: {model} gives no probabilities of text, which tasks need; remove eval.tasks",
+        )
+    elif config.data.custom is not None:
+        yield (
+            ("eval.tasks", "data.kind"),
+            "eval.tasks: data of your own has no tokenizer for the text of tasks; remove eval.tasks",
         )
     if section.is_best_of_task and not section.tasks:
         yield (
@@ -191,6 +210,25 @@ def _check_objective(config: RunConfig) -> Iterator[Contradiction]:
             ("objective.kind", "data.kind"),
             f"objective.kind: {objective.kind} compares answers, and data of kind {config.data.kind} has "
             "none; use data.kind: preference",
+        )
+    kind = config.model.default_objective if objective.kind == "auto" else objective.kind
+    if kind is None:
+        yield (
+            ("objective.kind", "model.kind"),
+            "objective.kind is auto, but a model of your own has no default objective; write causal_lm, "
+            "classification, model_loss (the model returns its loss), or package.module:function",
+        )
+    if config.wandb.x_axis == "tokens_seen" and kind != "causal_lm":
+        yield (
+            ("wandb.x_axis", "objective.kind", "model.kind"),
+            "wandb.x_axis: tokens_seen: only a run with objective causal_lm counts tokens; set global_step",
+        )
+    compares_logps = kind in (*PAIR_OBJECTIVES, UNPAIRED_OBJECTIVE) and kind != "reward"
+    if compares_logps and config.model.language_model and config.model.language_model.balances_experts:
+        yield (
+            ("model.extra.output_router_logits", "objective.kind"),
+            f"model.extra.output_router_logits: the routers' loss is not part of objective {kind}; set it to "
+            "false",
         )
     if objective.kind == "reward" and "sample" in config.model_fields_set and config.sample.max_new_tokens:
         yield (

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pipeline.config import deepspeed_keys as keys
+from pipeline.config.deepspeed_check import MASTER_WEIGHT_KEYS, OPTIMIZER_STATES_KEY
 from pipeline.config.loading import ConfigFile, get_dotted, set_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
@@ -97,7 +98,10 @@ def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
         ConfigError: The recipe has an engine section too, or the file also has keys of DeepSpeed.
     """
     tree = file.tree
-    if foreign := sorted(set(tree) - keys.ALLOWED_BESIDE_TORCH):
+    half_keys = (*MASTER_WEIGHT_KEYS, OPTIMIZER_STATES_KEY)
+    foreign = sorted(set(tree) - keys.ALLOWED_BESIDE_TORCH)
+    foreign += [key for key in half_keys if get_dotted(tree, key)]
+    if foreign:
         raise ConfigError(
             f"{file.describe_key('torch')}: plain PyTorch does not read "
             f"{', '.join(foreign)}; remove the torch section, or remove these"

@@ -139,6 +139,12 @@ class CausalLMConfig(ModelSection):
     """Whether to run Python code of the hub repository named in `pretrained`. `--no-import-paths` refuses
     it."""
 
+    @property
+    def balances_experts(self) -> bool:
+        """Whether `extra` asks for the load-balancing loss of a mixture of experts."""
+        has_weight = self.extra.get("router_aux_loss_coef", True) != 0
+        return bool(self.extra.get("output_router_logits")) and has_weight
+
 
 # Key of the recipe -> field of a transformers config.
 TRANSFORMERS_FIELDS = {

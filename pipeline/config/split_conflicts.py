@@ -158,6 +158,14 @@ RULES: list[ConflictRule] = [
         lambda c: c.split.pipeline_stages > 1 and c.config.objective.kind == "kto",
     ),
     ConflictRule(
+        "`model.extra.output_router_logits` with pipeline stages or tensor parallelism",
+        "the routers' loss is not computed with these splits",
+        "ZeRO or sequence parallelism, or output_router_logits: false, which trains without that loss",
+        lambda c: bool(
+            c.model_value("balances_experts") and (c.split.pipeline_stages > 1 or c.split.tensor_parallel > 1)
+        ),
+    ),
+    ConflictRule(
         "more pipeline stages than `num_layers`",
         "a stage without a block has nothing to do",
         "fewer stages",

@@ -65,7 +65,7 @@ class TrainingTasks:
     """Evaluates the model of a run on its tasks. All calls are collective.
 
     Raises:
-        ConfigError: The run has no tokenizer, or the tokenizer has no chat template for the prompts.
+        ConfigError: The tokenizer has no chat template for the prompts.
     """
 
     loaded: LoadedTasks
@@ -86,10 +86,6 @@ class TrainingTasks:
     """Receives the documents that a person can read; see Trackers.show."""
 
     def __post_init__(self) -> None:
-        if self.tokenizer is None:
-            raise ConfigError(
-                "eval.tasks: data of your own has no tokenizer for the text of tasks; remove eval.tasks"
-            )
         if self.config.eval.tasks_chat_template and not self.tokenizer.chat_template:
             raise ConfigError("eval.tasks_chat_template: the tokenizer has no chat template; remove the key")
         self._results: TaskResults | None = None

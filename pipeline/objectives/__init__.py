@@ -66,15 +66,11 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
         compiled: Whether the run uses torch.compile; the losses of language models are then compiled too.
 
     Raises:
-        ConfigError: The kind is `auto` and the model is the user's own, or an import path does not resolve.
+        ConfigError: An import path does not resolve.
     """
     section = config.objective
     kind = config.model.default_objective if section.kind == "auto" else section.kind
-    if kind is None:
-        raise ConfigError(
-            "objective.kind is auto, but a model of your own has no default objective; write causal_lm, "
-            "classification, model_loss (the model returns its loss), or package.module:function"
-        )
+    assert kind is not None, "refused by find_contradictions"
     build = OBJECTIVES.get(kind, _build_custom)
     kernels = FusedKernels() if compiled else None
     return build(section, config.model.inputs, kernels)

@@ -606,14 +606,11 @@ def build_checked_objective(config: RunConfig, resolved: ResolvedSettings, data:
     """Return the recipe's objective.
 
     Raises:
-        ConfigError: The x axis for W&B is a quantity that the run does not count.
         DataError: The data's answers do not suit the objective, see SegmentObjective.check_answer_counts.
     """
     objective = build_objective(config, resolved.compile)
     if isinstance(objective, SegmentObjective):
         objective.check_answer_counts(data.answer_counts)
-    if config.wandb.x_axis == "tokens_seen" and objective.unit != "tokens":
-        raise ConfigError(f"wandb.x_axis: tokens_seen: this run counts {objective.unit}; set global_step")
     return objective
 
 

@@ -32,6 +32,7 @@ ACCUMULATION = "ds.data_types.grad_accum_dtype"
 BF16 = "ds.bf16.enabled"
 MASTERS = "ds.bf16.bf16_master_weights_and_grads"
 STATES = "ds.bf16.bf16_optimizer_states"
+ROUTERS = "model.extra.output_router_logits"
 COMPILE = "ds.compile.enabled"
 NVME = {OPTIMIZER: "nvme", f"{OFFLOAD}.nvme_path": "/tmp"}
 CNN = {"model.kind": "cnn", "data.kind": "digits"}
@@ -48,6 +49,7 @@ EXAMPLES = [
     (2, {SEQUENCE: 2, "data.sequence_length": 63}, {"data.sequence_length": 64}),
     (2, {SEQUENCE: 2, "model.attention": "eager"}, {"model.attention": "auto"}),
     (2, {STAGES: 2, STAGE: 1, "objective.kind": "kto", "data.kind": "preference"}, {STAGES: 1}),
+    (2, {STAGES: 2, STAGE: 1, ROUTERS: True}, {STAGES: 1}),
     (8, {STAGES: 8, STAGE: 1}, {STAGES: 4}),
     (1, {ACCUMULATION: "fp32", BF16: True, STAGE: 0}, {STAGE: 1}),
     (2, {ACCUMULATION: "fp32", BF16: True, STAGE: 1, SEQUENCE: 2}, {STAGE: 2}),
@@ -85,6 +87,7 @@ EXAMPLES = [
 # The other ways to break a rule of several parts.
 MORE = [
     (4, {TENSOR: 2, SEQUENCE: 2, STAGE: 1}, "two of pipeline stages, tensor and sequence"),
+    (2, {TENSOR: 2, ROUTERS: True, STAGE: 1}, "`model.extra.output_router_logits` with pipeline"),
     (3, {SEQUENCE: 3}, "ranks that do not divide the heads"),
     (1, {COMPILE: True, STAGE: 3, PARAMETERS: "nvme"}, "`compile` with tensor or sequence"),
     (2, {"model.fp8": "tensorwise", "adapter": "lora", STAGE: 1}, "`model.fp8` with tensor parallelism or"),
@@ -146,7 +149,7 @@ def test_every_part_of_a_rule_refuses(capsys, tmp_path, ranks, choice, words):
 def test_the_document_holds_the_same_table():
     from support.launch import ROOT
 
-    assert format_rules_table() in (ROOT / "docs" / "splits.md").read_text()
+    assert format_rules_table() in (ROOT / "docs" / "reference" / "splits.md").read_text()
 
 
 @pytest.mark.parametrize(("ranks", "choice"), [(3, {TENSOR: 2}), (6, {STAGES: 4}), (2, {SEQUENCE: 4})])

@@ -79,6 +79,19 @@ def refused(tmp_path, capsys):
         (CNN, ["optimizer.args={a: 1}"], "command line: optimizer.args: adamw is built in and takes none"),
         (CNN, ["optimizer.kind=a:b", "optimizer.eps=1e-6"], "command line: optimizer.eps: a:b does not read"),
         (CNN, ["schedule.kind=a:b", "schedule.warmup=3"], "command line: schedule.warmup: a:b decides the"),
+        (LLAMA, ["data={kind: a:b}", "eval.tasks=[c]"], "command line: eval.tasks: data of your own has no"),
+        (
+            LLAMA,
+            ["data.eval_fraction=0", "early_stopping.patience=3", "eval.every=5"],
+            "command line: early_stopping: nothing is held out",
+        ),
+        (CNN, ["model={kind: a:b}"], "command line: objective.kind is auto, but a model of your own"),
+        (CNN, ["wandb.x_axis=tokens_seen"], "command line: wandb.x_axis: tokens_seen: only a run with"),
+        (
+            LLAMA,
+            ["model.extra={output_router_logits: true}", "objective.kind=dpo", "data.kind=preference"],
+            "command line: model.extra.output_router_logits: the routers' loss is not part of objective dpo",
+        ),
         (CNN, ["engine.parallel=fsdp"], "command line: engine.parallel: input should be 'auto', 'single'"),
     ],
 )  # fmt: skip

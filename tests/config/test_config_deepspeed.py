@@ -65,7 +65,9 @@ def nested(dotted, value):
 def resolved(path, model, device=Device("cpu", True, True), world_size=2):  # noqa: B008 (frozen)
     recipe = path.parent / "recipe.yaml"
     model_section, data_section = MODELS[model]
-    recipe.write_text(f"max_steps: 3\nmodel: {model_section}\ndata: {data_section}\n")
+    objective = "{kind: model_loss}" if model == "custom" else "{kind: auto}"
+    sections = f"model: {model_section}\ndata: {data_section}\nobjective: {objective}\n"
+    recipe.write_text(f"max_steps: 3\n{sections}")
     found = load_settings(recipe, path, []).resolve(world_size, device)
     return found.batch_plan, found.deepspeed
 

@@ -86,7 +86,7 @@ def test_curves_over_tokens_are_for_what_counts_tokens(tmp_path):
     recipe = write_recipe(tmp_path, **DIGITS, wandb={"mode": "offline", "x_axis": "tokens_seen"})
     result = launch("--config", str(recipe))
     assert result.returncode == 2
-    assert "error: wandb.x_axis: tokens_seen: this run counts samples; set global_step" in result.stderr
+    assert "wandb.x_axis: tokens_seen: only a run with objective causal_lm counts " in result.stderr
 
 
 @pytest.mark.nightly

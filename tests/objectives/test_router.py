@@ -134,9 +134,9 @@ def test_a_model_that_is_not_asked_for_it_reports_none():
     assert {row[1] for row in rows} == {0.0}
 
 
-def refused(job: Job, deepspeed) -> str:
+def refused(job: Job, model, deepspeed) -> str:
     with pytest.raises(ConfigError) as told:
-        make_engine(job, tree_of(mixture()), deepspeed, token_bundle())
+        make_engine(job, tree_of(model), deepspeed, token_bundle())
     return str(told.value)
 
 
@@ -147,8 +147,15 @@ def refused(job: Job, deepspeed) -> str:
         ("tensor parallelism", {"tensor_parallel": {"autotp_size": 2}}),
     ],
 )
-def test_what_cannot_balance_experts_says_so(ranks, how, split):
-    for line in ranks(2).run(refused, deepspeed_json(1) | split):
-        assert line.startswith("model.extra.output_router_logits: the routers' loss is not computed")
+@pytest.mark.parametrize("is_pretrained", [False, True])
+def test_what_cannot_balance_experts_says_so(ranks, tmp_path, how, split, is_pretrained):
+    """Before the start where the recipe asks for the loss, else once the model's own config is known."""
+    model = mixture()
+    if is_pretrained:
+        make_engine(ALONE, tree_of(model), None, token_bundle()).module.save_pretrained(tmp_path)
+        model = {"kind": "causal_lm", "pretrained": str(tmp_path)}
+    for line in ranks(2).run(refused, model, deepspeed_json(1) | split):
+        assert "model.extra.output_router_logits" in line
+        assert "the routers' loss is not computed with" in line
         assert how in line
         assert "\n" not in line

@@ -113,6 +113,8 @@ def recipe(**changes: Any) -> dict[str, Any]:
         "schedule": {"warmup": 2},
         "wandb": {"mode": "disabled"},
     }
+    if ":" in changes.get("model", {}).get("kind", ""):
+        tree["objective"] = {"kind": "model_loss"}  # a model of one's own has no default objective
     return tree | changes
 
 
