@@ -21,6 +21,7 @@ from pipeline.cli import (
     prepare,
     report,
     serve,
+    supports,
 )
 from pipeline.cli import train as train_command
 from pipeline.cli.import_configs import writing as import_config
@@ -30,6 +31,7 @@ from pipeline.errors import CommandLineParser, DeviceFailedError, PipelineError,
 
 COMMANDS = {
     "plan": plan,
+    "supports": supports,
     "prepare": prepare,
     "checkpoints": checkpoints,
     "evaluate": evaluate,

@@ -29,6 +29,10 @@ DEEPSPEED_VERSION = "0.19.8"
 """Required version of DeepSpeed. engine/deepspeed_patches.py changes internals of exactly this version."""
 
 
+class MissingPackageError(ConfigError):
+    """A setting needs a package that is not installed."""
+
+
 def is_installed(module: str) -> bool:
     """Return whether a top-level module is installed, without importing it."""
     if module in sys.modules:
@@ -47,7 +51,7 @@ def require_package(module: str, feature: str, alternative: str = "") -> None:
         alternative: What to do instead of installing the package, in the imperative; empty for nothing.
 
     Raises:
-        ConfigError: The module is not installed.
+        MissingPackageError: The module is not installed.
     """
     if is_installed(module):
         return
@@ -55,7 +59,7 @@ def require_package(module: str, feature: str, alternative: str = "") -> None:
     extra = EXTRAS.get(module)
     target = distribution if extra is None else f"'deepspeed-pipeline[{extra}]'"
     message = f"{feature} needs {distribution}, which is not installed: pip install {target}"
-    raise ConfigError(f"{message}, or {alternative}" if alternative else message)
+    raise MissingPackageError(f"{message}, or {alternative}" if alternative else message)
 
 
 def require_deepspeed() -> None:

@@ -295,15 +295,25 @@ def load_settings(
             file.tree["adapter"] = {"kind": adapter}  # `adapter: lora` is a short form of a section
         file.override(parts, value)
     _remove_replaced_alternatives(file.tree, {".".join(parts) for parts, _ in for_recipe})
+    config = combine_files(file, deepspeed_file)
+    if not import_paths:
+        refuse_code(config, file)
+    return Settings(config, recipe, deepspeed_file, tuple(overrides), is_default, import_paths)
+
+
+def combine_files(file: ConfigFile, deepspeed_file: ConfigFile | None) -> RunConfig:
+    """Return the validated recipe, completed by the numbers of a checked DeepSpeed JSON.
+
+    Raises:
+        ConfigError: The recipe is not valid, or it and the JSON contradict each other.
+    """
     if deepspeed_file is not None:
         adopt_stated_numbers(file, deepspeed_file)
         if "torch" in deepspeed_file.tree:
             adopt_torch_section(file, deepspeed_file)
     config = _fill_by_objective(_fill_tokenizer(validate_recipe(file)))
-    if not import_paths:
-        refuse_code(config, file)
-    settings = Settings(config, recipe, deepspeed_file, tuple(overrides), is_default, import_paths)
-    if settings.deepspeed is not None and "engine" in config.model_fields_set:
+    uses_deepspeed = deepspeed_file is not None and "torch" not in deepspeed_file.tree
+    if uses_deepspeed and "engine" in config.model_fields_set:
         locations = [file.location_of(f"engine.{key}") for key in config.engine.model_fields_set]
         locations.append(file.location_of("engine"))
         location = "command line" if "command line" in locations else locations[0]
@@ -311,7 +321,7 @@ def load_settings(
             f"{location}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); "
             "remove the section"
         )
-    return settings
+    return config
 
 
 def _remove_replaced_alternatives(tree: Tree, overridden: set[str]) -> None:
