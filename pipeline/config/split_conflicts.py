@@ -1,6 +1,6 @@
 """Combinations of settings that do not work, each with its reason and the nearest alternative.
 
-docs/splits.md has the same table; `format_rules_table` writes it.
+docs/reference/splits.md has the same table; `format_rules_table` writes it.
 """
 
 from __future__ import annotations
@@ -427,6 +427,6 @@ def _locate(rule: ConflictRule, file: ConfigFile) -> str:
 
 
 def format_rules_table() -> str:
-    """Return the rules as the table of docs/splits.md."""
+    """Return the rules as the table of docs/reference/splits.md."""
     rows = [f"| {rule.combination} | {rule.reason} | {rule.alternative} |" for rule in RULES]
     return "\n".join(["| together | why not | use instead |", "|---|---|---|", *rows])

@@ -1,4 +1,4 @@
-"""Every kind of adapter under every way to split, and their table for docs/splits.md.
+"""Every kind of adapter under every way to split, and their table for docs/reference/measured-curves.md.
 
 The activations of all blocks are recomputed (non-reentrant). The oracle is one process of plain PyTorch.
 """

@@ -1,6 +1,7 @@
-"""Writes the measured tables of docs/splits.md: `python tests/parity/table.py`.
+"""Writes the generated tables of docs/reference: `python tests/parity/table.py`.
 
-Runs every case of splits.py, once each, on real ranks of this machine.
+`features` and `rules` of splits.md come from the code. The tables of measured-curves.md are measured: every case
+of splits.py runs once, on real ranks of this machine.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import STEPS, cases
 from support.rank_pool import RankPool
 
+from pipeline.config.features import format_features_table
 from pipeline.config.split_conflicts import format_rules_table
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "splits.md"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 
 def replace_block(text: str, name: str, block: str) -> str:
@@ -57,12 +59,11 @@ def parity_table() -> str:
         rows.append("| " + " | ".join(row) + " |")
     where = f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, gloo"
     head = [
-        f"The same recipe under every split: {STEPS} steps of a small model, 16 samples a step in two",
-        "micro-batches, uneven masks, clipping on, dropout off. The differences are relative to one process",
-        "in fp32, the largest of all steps. Memory is what a rank holds between two steps, on its device and",
-        "in host memory, in bytes a parameter of the whole model: parameters, optimizer state, and gradients",
-        "where they are kept.",
-        "Tokens a second show that it runs, no more: the ranks share a few cores.",
+        f"The recipe is the same under every split: {STEPS} steps of a small model, 16 samples a step in two",
+        "micro-batches, uneven loss masks, gradient clipping, no dropout. A difference is the largest of all",
+        "steps. `bytes/parameter` is the memory of a rank between two steps, on its device and in host memory,",
+        "divided by the parameters of the whole model. It counts parameters, optimizer states, and gradients",
+        "where they are kept. `tokens/s` only shows that a split runs, since the ranks share the cores.",
         "",
         f"*Written by `python tests/parity/table.py` on {where}.*",
         "",
@@ -75,15 +76,18 @@ def parity_table() -> str:
 def main() -> None:
     """Replace the blocks, each as soon as it is known."""
     blocks = {
-        "rules": format_rules_table,
-        "activation checkpointing": activation_table,
-        "adapters": adapters_table,
-        "answers": answers_table,
-        "parity": parity_table,
+        "features": ("splits.md", format_features_table),
+        "rules": ("splits.md", format_rules_table),
+        "activation checkpointing": ("measured-curves.md", activation_table),
+        "adapters": ("measured-curves.md", adapters_table),
+        "answers": ("measured-curves.md", answers_table),
+        "parity": ("measured-curves.md", parity_table),
     }
     for name in sys.argv[1:] or blocks:
-        block = blocks[name]()
-        DOCUMENT.write_text(replace_block(DOCUMENT.read_text(), name, block))
+        page, make_table = blocks[name]
+        block = make_table()
+        document = REFERENCE / page
+        document.write_text(replace_block(document.read_text(), name, block))
 
 
 if __name__ == "__main__":

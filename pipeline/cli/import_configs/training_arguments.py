@@ -197,7 +197,9 @@ def _put_json(draft: ImportDraft) -> None:
         draft.json["fp16.enabled"] = True
     fsdp_keys = [key for key in ("fsdp", "fsdp_config") if draft.read_value(key)]
     for key in fsdp_keys:
-        draft.leave_open(key, "ZeRO 3 shards the weights, or the imported JSON does; see docs/splits.md")
+        draft.leave_open(
+            key, "ZeRO 3 shards the weights, or the imported JSON does; see docs/reference/splits.md"
+        )
     draft.base = draft.read_value("deepspeed") or ("zero3" if fsdp_keys else "zero2")
     if not isinstance(draft.base, str | dict):
         raise draft.make_error("deepspeed", f"expected a file's name or a mapping, given {draft.base!r}")

@@ -52,7 +52,7 @@ write objective.sft_weight: loss_weights
 the reference is the model that the run starts from: ref_model ref_model_adapters sync_ref_model
 this objective has no such term: dpo_loss_type f_divergence_type ld_alpha router_aux_loss_coef use_weighting
 write watch.on_spike: loss_watchdog_patience loss_watchdog_threshold
-write the degree into the DeepSpeed JSON (docs/splits.md): context_parallel_size
+write the degree into the DeepSpeed JSON (docs/reference/splits.md): context_parallel_size
   sequence_parallel_degree tensor_parallel_size
 not supported: downcast_bf16 dynamo_config fp8_config lora_rank_pattern lora_target_parameters
   megatron_lm_config parallelism_config quantization relora
