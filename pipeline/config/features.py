@@ -21,6 +21,7 @@ from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override
 from pipeline.config.optional_packages import MissingPackageError
 from pipeline.config.settings import Settings, combine_files
 from pipeline.config.split import DEGREES, Device
+from pipeline.config.split_conflicts import RULES
 from pipeline.errors import ConfigError
 
 _ZERO = "ds.zero_optimization"
@@ -206,7 +207,8 @@ def combine_features(names: Sequence[str]) -> Combined:
 def format_features_table() -> str:
     """Return the table of features and splits, with a note for each refusal.
 
-    It is the table for GPUs with every optional package. A feature that every split refuses is left out.
+    It is the table for GPUs with every optional package. A feature that every split refuses is left out, and
+    so are reasons that the table of rules has.
     """
     rows: dict[tuple[str, ...], list[str]] = {}
     for name in [name for group, features in FEATURES.items() if group != "splits" for name in features]:
@@ -222,7 +224,11 @@ def format_features_table() -> str:
         ]
         lines.append(f"| {', '.join(names)} | {' | '.join(cells)} |")
     head = f"| feature | {' | '.join(split.replace(' ', ', ') for split in SPLIT_COLUMNS)} |"
-    notes = [f"- {letter}: {refusal}" for refusal, letter in letters.items()]
+    rules = {f"{rule.combination}: {rule.reason}; use {rule.alternative}": rule for rule in RULES}
+    notes = [
+        f"- {letter}: {rules[refusal].combination if refusal in rules else refusal}"
+        for refusal, letter in letters.items()
+    ]
     return "\n".join([head, "|---" * (len(SPLIT_COLUMNS) + 1) + "|", *lines, "", *notes])
 
 

@@ -23,7 +23,7 @@ PAIR = MASTERS | {"bf16_optimizer_states": True}
 OFFLOADED = {"offload_optimizer": CPU}
 
 
-# Relative to the loss with fp32 states. What they lose adds up: docs/reference/splits.md has it after 120 steps.
+# Relative to the loss with fp32 states. What they lose adds up; docs/reference/splits.md has a later loss.
 BAND = 5e-3
 
 

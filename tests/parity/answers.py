@@ -62,9 +62,9 @@ def answers_table() -> str:
     cuts = ", ".join(f"{micro} x {in_row}" for micro, in_row in CUTS)
     return "\n".join(
         [
-            "Every loss at two ranks. The differences of loss, gradient norm and evaluation loss are relative to",
-            "one process, which has one pair in a row and all rows in one micro-batch. A cell has the largest",
-            f"difference of three steps and of these micro-batches x pairs in a row: {cuts}.",
+            "Every loss at two ranks. The differences of loss, gradient norm and evaluation loss are",
+            "relative to one process, which has one pair in a row and all rows in one micro-batch. A cell has",
+            f"the largest of three steps and of these micro-batches x pairs in a row: {cuts}.",
             "",
             f"*Written by `python tests/parity/table.py answers` on {where}.*",
             "",

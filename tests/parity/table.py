@@ -1,7 +1,7 @@
 """Writes the generated tables of docs/reference: `python tests/parity/table.py`.
 
-`features` and `rules` of splits.md come from the code. The tables of measured-curves.md are measured: every case
-of splits.py runs once, on real ranks of this machine.
+`features` and `rules` of splits.md come from the code. The tables of measured-curves.md are measured: every
+case of splits.py runs once, on real ranks of this machine.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def parity_table() -> str:
         rows.append("| " + " | ".join(row) + " |")
     where = f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, gloo"
     head = [
-        f"The recipe is the same under every split: {STEPS} steps of a small model, 16 samples a step in two",
-        "micro-batches, uneven loss masks, gradient clipping, no dropout. A difference is the largest of all",
-        "steps. `bytes/parameter` is the memory of a rank between two steps, on its device and in host memory,",
-        "divided by the parameters of the whole model. It counts parameters, optimizer states, and gradients",
-        "where they are kept. `tokens/s` only shows that a split runs, since the ranks share the cores.",
+        f"The recipe is the same under every split: {STEPS} steps of a small model, 16 samples a step in",
+        "two micro-batches, uneven loss masks, gradient clipping, no dropout. A difference is the largest of",
+        "all steps. `bytes/parameter` is the memory of a rank between two steps, on its device and in host",
+        "memory, divided by the parameters of the whole model. It counts parameters, optimizer states, and",
+        "gradients where they are kept. `tokens/s` only shows that a split runs: the ranks share the cores.",
         "",
         f"*Written by `python tests/parity/table.py` on {where}.*",
         "",
