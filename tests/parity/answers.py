@@ -63,8 +63,8 @@ def answers_table() -> str:
     return "\n".join(
         [
             "Every loss at two ranks. The differences of loss, gradient norm and evaluation loss are",
-            "relative to one process, which has one pair in a row and all rows in one micro-batch. A cell has",
-            f"the largest of three steps and of these micro-batches x pairs in a row: {cuts}.",
+            "relative to one process, which has one pair in a row and all rows in one micro-batch. A cell",
+            f"has the largest of three steps and of these micro-batches x pairs in a row: {cuts}.",
             "",
             f"*Written by `python tests/parity/table.py answers` on {where}.*",
             "",
