@@ -55,6 +55,11 @@ def find_contradictions(config: RunConfig) -> Iterator[Contradiction]:
             ("early_stopping", "data.eval_fraction"),
             "early_stopping: nothing is held out to evaluate on; set data.eval_fraction=0.1",
         )
+    if config.model.cnn is not None and config.model.neftune_alpha is not None:
+        yield (
+            ("model.neftune_alpha", "model.kind"),
+            "model.neftune_alpha: a cnn model has no token embedding to add noise to; remove it",
+        )
     yield from find_interval_contradictions(config, None)
     yield from _check_tasks(config)
     if config.model.language_model is not None:

@@ -86,6 +86,7 @@ def refused(tmp_path, capsys):
             "command line: early_stopping: nothing is held out",
         ),
         (CNN, ["model={kind: a:b}"], "command line: objective.kind is auto, but a model of your own"),
+        (CNN, ["model.neftune_alpha=5"], "command line: model.neftune_alpha: a cnn model has no token"),
         (CNN, ["wandb.x_axis=tokens_seen"], "command line: wandb.x_axis: tokens_seen: only a run with"),
         (
             LLAMA,
