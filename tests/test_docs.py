@@ -228,6 +228,17 @@ def test_there_are_commands():
     assert len(commands()) > 50
 
 
+def count_words(page: Path) -> int:
+    """Words of a page that are written by hand: without tables from the code and outputs of commands."""
+    text = re.sub(r"<!-- ([\w ]+) -->\n.*?<!-- end of \1 -->", "", page.read_text(), flags=re.S)
+    return len(re.sub(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->", "", text, flags=re.S).split())
+
+
+def test_the_pages_stay_short():
+    assert count_words(ROOT / "README.md") <= 900
+    assert sum(map(count_words, (ROOT / "docs").rglob("*.md"))) <= 17_000
+
+
 def slug(heading: str) -> str:
     """The anchor that a heading gets on a page."""
     words = re.sub(r"[^\w\- ]", "", heading.replace("`", "").strip().lower())
