@@ -30,7 +30,7 @@ PARTNERS = {
 NOT_BUILT_IN = {"lion", "adam8bit"}
 """Optimizers of other trainers, which are refused with advice."""
 LOCATION = r"^(error: )?(command line: |\S+/(recipe.yaml|split.json)(:\d+)?: )?(ds\.)?"
-"""What `train` prints before a refusal: where the user wrote the keys."""
+"""Pattern of the place of the keys, which `train` prints before a refusal."""
 SAMPLE = [
     *(list(pair) for pair in itertools.combinations(WORDS, 2) if random.Random(str(pair)).random() < 0.04),
     *(random.Random(seed).sample(sorted(WORDS), 3) for seed in range(40)),
