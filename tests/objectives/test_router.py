@@ -149,7 +149,7 @@ def refused(job: Job, model, deepspeed) -> str:
 )
 @pytest.mark.parametrize("is_pretrained", [False, True])
 def test_what_cannot_balance_experts_says_so(ranks, tmp_path, how, split, is_pretrained):
-    """The refusal comes before the start if the recipe asks for the loss, else with the model's own config."""
+    """A recipe that asks for the loss is refused before the start, others once the config is read."""
     model = mixture()
     if is_pretrained:
         make_engine(ALONE, tree_of(model), None, token_bundle()).module.save_pretrained(tmp_path)
