@@ -115,7 +115,7 @@ class StepsOrEpochs:
                 return interval
         elif isinstance(written, float) and written >= 1 and math.isfinite(written):
             raise ValueError(
-                f"{written:g} may be steps or epochs; write {max(1, round(written))} or "
+                f"{written!r} may be steps or epochs; write {round(written)} or "
                 f'"{written:g} epoch{"s" * (written != 1)}"'
             )
         elif isinstance(written, int | float) and not isinstance(written, bool) and written >= 0:

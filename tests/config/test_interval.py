@@ -50,8 +50,8 @@ def test_an_interval_in_whole_steps(written, steps_per_epoch, steps):
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ("2.0", '2 may be steps or epochs; write 2 or "2 epochs"'),
-        ("1.0", '1 may be steps or epochs; write 1 or "1 epoch"'),
+        ("2.0", '2.0 may be steps or epochs; write 2 or "2 epochs"'),
+        ("1.0", '1.0 may be steps or epochs; write 1 or "1 epoch"'),
         ("1.5", '1.5 may be steps or epochs; write 2 or "1.5 epochs"'),
         ("-1", "given -1"),
         ("-0.5", "given -0.5"),
