@@ -25,6 +25,7 @@ from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.reader import CheckpointWeights
 from pipeline.checkpoint.shard_file import as_bytes
 from pipeline.checkpoint.shards import WEIGHT
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.optional_packages import require_package
 from pipeline.config.schema import RunConfig
@@ -32,7 +33,7 @@ from pipeline.data.documents.streams import SETTLED_NANOSECONDS
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import CheckpointError, ModelError, PipelineError, summarize_error
-from pipeline.files import format_bytes
+from pipeline.files import format_bytes, is_path
 from pipeline.models.adapters import ADAPTER_NAME, find_adapter_layers, to_peft_name
 from pipeline.models.transformers_facts import choose_auto_class
 from pipeline.models.weights import (
@@ -51,6 +52,10 @@ BASE_FILES = "base_files"
 SLOW_READ_BYTES = 2e9  # reading more takes some seconds
 HASH_CHUNK_BYTES = 1 << 26  # per call; each call holds the GIL
 log = logging.getLogger(__name__)
+
+
+class MissingBaseError(ModelError):
+    """The folder of an adapter's base does not exist."""
 
 
 def read_file_stamps(files: Sequence[Path]) -> list[list[Any]]:
@@ -235,6 +240,7 @@ def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weigh
 
     Raises:
         ModelError: The weights are not at their path, or were never in a file.
+        MissingBaseError: The folder of `model.pretrained` does not exist.
     """
     if base["weights"] is not None:
         return open_weights(Path(base["weights"]), open_checkpoint)
@@ -246,6 +252,8 @@ def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weigh
     pretrained = str(base["pretrained"])
     if Path(pretrained).is_dir():
         return open_weights(Path(pretrained), open_checkpoint)
+    if is_path(pretrained):
+        raise MissingBaseError(f"the folder {pretrained} is missing, which was the base of this adapter")
     return open_hub(pretrained)
 
 
@@ -360,8 +368,14 @@ class MergedWeights:
         try:
             self._base = open_base(base, open_checkpoint)
         except PipelineError as error:
+            advice = ""
+            if isinstance(error, MissingBaseError):
+                to_peft = format_pipeline_command("export", manifest.folder, "ADAPTER")
+                to_model = format_pipeline_command("export", "ADAPTER", "OUT", "--merge", "--base", "FOLDER")
+                advice = f"; if it was moved to FOLDER, merge both there: {to_peft}, then {to_model}"
+            reason = summarize_error(error, 600)
             raise ModelError(
-                f"{manifest.folder} is an adapter whose base cannot be opened: {summarize_error(error)}"
+                f"{manifest.folder} is an adapter whose base cannot be opened: {reason}{advice}"
             ) from None
         refuse_changed_base(manifest, self._base)
         keys = list(self._base.entries)

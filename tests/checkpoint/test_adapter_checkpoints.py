@@ -224,8 +224,17 @@ def test_the_same_bytes_elsewhere_are_the_same_base(tmp_path, base, capsys, monk
     trained(settings(tmp_path, "run", moved, {"rank": 2}, tmp_path / "moved", steps=3))
     assert re.search(r"all weights of the adapter's base to detect changes: \d+ KiB", capsys.readouterr().err)
     pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
-    (tmp_path / "moved").rename(tmp_path / "gone")
-    pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    gone = tmp_path / "gone"
+    (tmp_path / "moved").rename(gone)
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "again"), "--merge"]) == 2
+    error = capsys.readouterr().err
+    assert f"the folder {tmp_path / 'moved'} is missing, which was the base of this adapter; if it" in error
+    names = {"ADAPTER": tmp_path / "adapter", "OUT": tmp_path / "again", "FOLDER": gone}
+    for command in re.findall(r"ds-pipeline (export .*?)(?:, then|\n)", error):
+        assert main([str(names.get(word, word)) for word in command.split()]) == 0
+    merged, again = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "again"))
+    torch.testing.assert_close(again, merged, rtol=0.0, atol=1e-6)
 
 
 def test_an_adapter_in_half_precision_is_merged_in_fp32(tmp_path, base, adapted, monkeypatch):
