@@ -1,7 +1,7 @@
 """Prints a model and training data for the command `inspect`: statistics, text, conversations and images.
 
 Tokens that count in the loss are marked by colour or brackets. A token counts if it is a target: then the
-label at the position before it is not -100.
+label at the position before it is not -100. Mismatched answers do not count: they only give KTO's baseline.
 """
 
 from __future__ import annotations
@@ -66,16 +66,26 @@ def count_targets(rows: PackedDataset, advance: Callable[[int], object]) -> int:
     num_targets = 0
     for first in range(0, len(rows), rows_at_once):
         indices = range(first, min(first + rows_at_once, len(rows)))
-        num_targets += int((rows.__getitems__(indices)["shift_labels"] != IGNORE_INDEX).sum())
+        num_targets += int((read_loss_labels(rows.__getitems__(indices)) != IGNORE_INDEX).sum())
         advance(len(indices))
     return num_targets
+
+
+def read_loss_labels(batch: Batch) -> NDArray[np.int64]:
+    """Return the labels (B, T) of a batch, with -100 in mismatched answers, which have no loss."""
+    labels = batch["shift_labels"].numpy()
+    if "segments" not in batch:
+        return labels
+    # Segment -1, the padding, takes the last segment's kind, but the padding has no labels.
+    kinds = np.take_along_axis(batch["segment_kinds"].numpy(), batch["segments"].numpy(), axis=1)
+    return np.where(kinds == MISMATCHED, IGNORE_INDEX, labels)
 
 
 # Styles of rich: for tokens in the loss, other tokens, and lines between them.
 LOSS_STYLE = "bold green"
 CONTEXT_STYLE = "dim"
 MARKER_STYLE = "cyan"
-ANSWER_STYLES = {CHOSEN: LOSS_STYLE, REJECTED: "bold red", MISMATCHED: "bold yellow"}
+ANSWER_STYLES = {CHOSEN: LOSS_STYLE, REJECTED: "bold red"}
 """Style of the tokens in the loss of an answer in preference data, by the kind of the answer."""
 # Brackets around tokens in the loss, used without colours.
 OPEN = "⟦"
@@ -183,7 +193,7 @@ def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None)
     screen.line(format_legend(screen.is_coloured, has_answers=kinds is not None))
     positions = batch.get("position_ids")
     for row, (input_ids, labels) in enumerate(
-        zip(batch["input_ids"].numpy(), batch["shift_labels"].numpy(), strict=True)
+        zip(batch["input_ids"].numpy(), read_loss_labels(batch), strict=True)
     ):
         position_ids = None if positions is None else positions[row].numpy()
         runs, padding = split_row(input_ids, labels, position_ids, tokenizer.eos_token_id, pad_id)
@@ -320,8 +330,8 @@ def format_legend(is_coloured: bool, *, has_answers: bool) -> Text:
     """Return the legend of rows that `format_row` returns; `has_answers` for rows of preference data."""
     if is_coloured and has_answers:
         legend = Text("answers: ")
-        for kind, name in KIND_NAMES.items():
-            legend.append(name, ANSWER_STYLES[kind])
+        for kind, style in ANSWER_STYLES.items():
+            legend.append(KIND_NAMES[kind], style)
             legend.append(", ")
         return legend.append("context", CONTEXT_STYLE)
     if is_coloured:

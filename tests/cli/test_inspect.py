@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from pipeline.cli.inspect_view import (
     format_row,
     read_hashes,
     read_lengths,
+    read_loss_labels,
     split_row,
 )
 from pipeline.cli.screen import Screen, format_percent
@@ -128,6 +130,13 @@ def test_every_token_of_a_row_is_shown_as_the_loss_sees_it(
             assert before.in_loss != after.in_loss or before.document != after.document
             if before.document != after.document and separate:
                 assert not after.in_loss  # the first token of a document is predicted from nothing
+
+
+def test_mismatched_answers_are_not_in_the_loss():
+    labels = torch.tensor([[-100, 7, -100, 8, -100, 9, -100]])
+    segments = torch.tensor([[0, 0, 1, 1, 2, 2, -1]])
+    batch = {"shift_labels": labels, "segments": segments, "segment_kinds": torch.tensor([[1, 3, 2, 0]])}
+    assert read_loss_labels(batch).tolist() == [[-100, 7, -100, -100, -100, 9, -100]]
 
 
 def placed(rows, index):

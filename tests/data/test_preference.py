@@ -468,6 +468,11 @@ def test_both_sides_are_shown_and_a_bad_row_is_one_line(tmp_path, capsys):
     assert "--- chosen ---\ncount to " in shown
     assert shown.count("--- chosen ---") == shown.count("--- rejected ---")
     assert "⟦no " in shown
+    assert main([*command, "objective.kind=kto"]) == 0
+    kto = capsys.readouterr().out
+    segments = [each.partition(" ---\n") for each in kto.partition("row 1: ")[2].split("--- ")[1:]]
+    in_loss = {kind: {"⟦" in text for name, _, text in segments if name == kind} for kind, *_ in segments}
+    assert (in_loss["chosen"], in_loss["rejected"], in_loss["mismatched"]) == ({True}, {True}, {False})
 
 
 @pytest.mark.slow
