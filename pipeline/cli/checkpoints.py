@@ -81,9 +81,10 @@ def _print_checkpoints(directory: Path, *, verify: bool) -> None:
     best_metrics = {row.manifest.best_by.metric for row in rows if row.manifest and row.manifest.best_by}
     metrics = sorted(best_metrics - {"loss"})  # the loss has a column in any case
     intact_word = "verified" if verify else "complete"
+    unit = _get_unit(rows)
     screen.table(
-        ["step", "tokens", "size", "eval loss", *(f"eval {name}" for name in metrics), "state", "saved by"],
-        [_format_cells(row, metrics, intact_word) for row in rows],
+        ["step", unit, "size", "eval loss", *(f"eval {name}" for name in metrics), "state", "saved by"],
+        [_format_cells(row, unit, metrics, intact_word) for row in rows],
         text_columns=["state", "saved by"],
     )
     damaged = [row for row in rows if row.problem is not None]
@@ -99,11 +100,18 @@ def _print_checkpoints(directory: Path, *, verify: bool) -> None:
         )
 
 
-def _format_cells(row: CheckpointStatus, metrics: list[str], intact_word: str) -> list[str]:
+def _get_unit(rows: list[CheckpointStatus]) -> str:
+    """Return the unit that the run's loss counts, from its newest checkpoint; "tokens" if not stated."""
+    units = [str(row.manifest.state.get("unit", "tokens")) for row in rows if row.manifest]
+    return units[-1] if units else "tokens"
+
+
+def _format_cells(row: CheckpointStatus, unit: str, metrics: list[str], intact_word: str) -> list[str]:
     """Return the cells of a checkpoint's row.
 
     Args:
         row: Status of the checkpoint.
+        unit: Unit of the second column.
         metrics: Metrics other than the loss that have a column. A checkpoint has a value for at most
             one of them.
         intact_word: Word for the state of a checkpoint without a problem.
@@ -111,12 +119,13 @@ def _format_cells(row: CheckpointStatus, metrics: list[str], intact_word: str) -
     manifest = row.manifest
     if manifest is None:
         return [f"{row.step:,}", "", "", "", *("" for _ in metrics), _format_state(row, intact_word), ""]
-    tokens = manifest.state.get("tokens_seen")
+    # `tokens_seen` is what the loss counts, and it counts samples by their weights.
+    count = manifest.state.get("samples_seen" if unit == "samples" else "tokens_seen")
     loss = manifest.eval_loss
     best_by = manifest.best_by
     return [
         f"{row.step:,}",
-        f"{int(tokens):,}" if isinstance(tokens, int | float) else "",
+        f"{int(count):,}" if isinstance(count, int | float) else "",
         format_bytes(row.num_bytes) if row.num_bytes else "",
         "" if loss is None else f"{loss:.4f}",
         *(f"{best_by.value:.4f}" if best_by and best_by.metric == name else "" for name in metrics),

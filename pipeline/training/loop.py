@@ -679,6 +679,7 @@ class TrainLoop:
         return {
             "global_step": self.state.global_step,
             "tokens_seen": float(self.state.tokens_seen),
+            "unit": self._parts.objective.unit,
             "skipped_steps": float(self.state.skipped_steps),
             "eval_loss": row.get("eval/loss") if row is not None else None,
             "best_by": best_by,

@@ -63,6 +63,16 @@ def test_the_list_has_one_line_for_each_checkpoint(look, what, state):
     assert shown.count(f"{SPLIT}, 1 rank") == 3, "nothing is cut"
 
 
+@pytest.mark.parametrize(("unit", "count"), [("samples", "384"), ("pairs", "401"), ("tokens", "401")])
+def test_a_column_has_what_the_loss_counts_and_samples_without_their_weights(tmp_path, look, unit, count):
+    store = CheckpointStore(tmp_path / "checkpoints", Retention(5), ALONE, SPLIT)
+    state = {"global_step": 6, "tokens_seen": 401.5, "samples_seen": 384, "unit": unit}
+    store.save_final(PlainEngine(0, 1, seed=6), state)
+    code, lines, _ = look(path=tmp_path)
+    assert code == 0
+    assert [line.split()[:2] for line in lines] == [["step", unit], ["6", count]]
+
+
 def test_a_flipped_bit_is_found_by_verify_with_file_and_tensor(run, look):
     flip_last_bit(checkpoint_of(run, 40) / SHARD)
     assert look()[0] == 0, "without reading it cannot be seen"
