@@ -65,7 +65,7 @@ from pipeline.training.loop import Cadence, RunComponents, RunSchedule, TrainSta
 from pipeline.training.micro_batch import MicroBatchSearch
 from pipeline.training.reference_logps import ReferenceRows, add_zero_reference, compute_reference
 from pipeline.training.replica_check import ReplicaCheck
-from pipeline.training.run_directory import ENVIRONMENT
+from pipeline.training.run_directory import ENVIRONMENT, record_changes
 from pipeline.training.safeguard import Safeguard
 
 if TYPE_CHECKING:  # lm-eval is imported only for runs with tasks
@@ -472,6 +472,8 @@ def build_and_restore(
     checkpoints = build_store(config, resolved, job, directory)
     job.progress.start_activity("resuming")
     checkpoint = checkpoints.choose()  # before building, so that skipped checkpoints are logged first
+    if checkpoint is not None and job.ranks.is_main_process:
+        record_changes(directory, checkpoint.folder.name)
     job.progress.start_activity("starting")
     resumes = checkpoint is not None
     engine = build_engine(config, resolved, job, data, resumes=resumes)

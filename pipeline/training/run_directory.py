@@ -221,6 +221,8 @@ def may_change(difference: RunDifference) -> bool:
 MAX_HINT_DIFFERENCES = 3  # with more differences, a run is another experiment and not worth a hint
 RESTART_SECONDS = 120.0
 """Seconds for which a restarted job waits for the end of its predecessor."""
+EARLIER_RECIPE = "recipe-before-resume.yaml"
+"""Name of the replaced recipe's copy until the run has chosen the checkpoint to resume from."""
 ENVIRONMENT = "environment.json"
 """Name of the file with versions, machine and commit."""
 
@@ -365,7 +367,7 @@ def _prepare_resume(path: Path, config: RunConfig, split: Tree) -> None:
             )
         if not differences and (path / "summary.json").exists():
             log.warning("%s is already finished; to continue it, give a higher max_steps", path)
-        _record_changes(path, checkpoint.folder.name, differences)
+        _keep_earlier_recipe(path, differences)
     elif not list_published_folders(path / "checkpoints") and (path / METRICS_FILE).exists():
         log.info("%s has no checkpoint, so the run starts from the beginning", path)
     (path / "summary.json").unlink(missing_ok=True)  # the file marks a finished run
@@ -467,12 +469,11 @@ def _log_nearest_run(others: list[tuple[Path, list[RunDifference]]]) -> None:
         return
 
 
-def _record_changes(path: Path, checkpoint: str, differences: list[RunDifference]) -> None:
-    """Log which settings change from a checkpoint on, and copy recipe.yaml before it is replaced.
+def _keep_earlier_recipe(path: Path, differences: list[RunDifference]) -> None:
+    """Copy recipe.yaml before it is replaced, for `record_changes`.
 
     Args:
         path: Directory of the run.
-        checkpoint: Name of the checkpoint's folder.
         differences: Keys in which the run differs from these settings.
 
     Raises:
@@ -484,9 +485,30 @@ def _record_changes(path: Path, checkpoint: str, differences: list[RunDifference
                 f"run_dir {path} has a checkpoint of another run: {difference}; restore the earlier value, "
                 "or set another run_dir"
             )
-    if differences:
-        log.warning("from %s on: %s", checkpoint, "; ".join(map(str, differences)))
-        shutil.copy(path / "recipe.yaml", path / f"recipe-until-{checkpoint}.yaml")
+    # A copy that exists is of a start that ended before its checkpoint was chosen.
+    if differences and not (path / EARLIER_RECIPE).exists():
+        shutil.copy(path / "recipe.yaml", path / EARLIER_RECIPE)
+
+
+def record_changes(path: Path, checkpoint: str) -> None:
+    """Log which settings change from a checkpoint on, and name the earlier recipe after it. For rank 0.
+
+    Args:
+        path: Directory of the run.
+        checkpoint: Name of the folder of the checkpoint that the run resumes from.
+    """
+    earlier = path / EARLIER_RECIPE
+    if not earlier.exists():
+        return
+    then, now = (
+        _select_identity(_with_defaults(read_yaml(file).tree), {}) for file in (earlier, path / "recipe.yaml")
+    )
+    differences = list(_compare(then, now))
+    if not differences:  # the settings changed in a start that failed, and then back
+        earlier.unlink()
+        return
+    log.warning("from %s on: %s", checkpoint, "; ".join(map(str, differences)))
+    earlier.rename(path / f"recipe-until-{checkpoint}.yaml")
 
 
 def _write_description(path: Path, config: RunConfig, split: Tree) -> None:

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from support.checkpoints import flip_last_bit
 from support.launch import (
     ROOT,
     TRAIN,
@@ -259,6 +260,13 @@ def test_more_steps_for_a_finished_run(tmp_path):
     rows = {row["step"]: row for row in read_reproducible_rows(tmp_path / "fixed") if "train/loss" in row}
     assert list(rows) == list(range(1, 9))
     assert rows[6]["train/learning_rate"] > rows[7]["train/learning_rate"]
+    damaged = tmp_path / "fixed" / "checkpoints" / "step-00000008"
+    flip_last_bit(damaged / "rank-00000.safetensors")
+    again = launch("--config", str(recipe), fixed, "max_steps=8", "optimizer.learning_rate=2e-3")
+    assert again.returncode == 0, again.stderr
+    assert "from step-00000006 on: optimizer.learning_rate was 0.001, is 0.002" in again.stderr
+    assert "0.001" in (tmp_path / "fixed" / "recipe-until-step-00000006.yaml").read_text()
+    assert not (tmp_path / "fixed" / "recipe-before-resume.yaml").exists()
     less = launch("--config", str(recipe), fixed, "max_steps=7")
     assert less.returncode == 2
     assert f"error: {tmp_path / 'fixed'} is at step 8 already, and max_steps is 7" in less.stderr
