@@ -272,7 +272,7 @@ class WandbTracker:
         if self._is_enabled:
             self._is_enabled = False
             what = "did not finish; metrics.jsonl has every row"
-            _run_safely(what, lambda: self._finish(0 if is_stopped else exit_code))
+            _run_safely(what, lambda: self._finish(exit_code, is_stopped=is_stopped))
 
     def _send(self) -> None:
         row = self._pending_row
@@ -323,10 +323,16 @@ class WandbTracker:
             self._run.summary[FAILURE] = str(event.fields.get("traceback", event.message))
         return True
 
-    def _finish(self, exit_code: int) -> None:
-        self._run.summary.update(self._summary)
+    def _finish(self, exit_code: int, *, is_stopped: bool) -> None:
         try:
-            self._run.finish(exit_code=exit_code)
+            self._run.summary.update(self._summary)
+            self._run.finish(exit_code=0 if is_stopped else exit_code)
+        except ConnectionError:
+            if not is_stopped:
+                raise
+            # At a signal, DeepSpeed's launcher ends all processes below it, also wandb's.
+            logger.info("W&B ended before the run; a resumed run sends the rows that W&B lacks")
+            _forget_dead_process()
         except TimeoutError:
             logger.warning(
                 "W&B did not accept the last rows within %.0f s; metrics.jsonl has them all; to upload them: "
@@ -360,12 +366,16 @@ def _run_safely(what: str, action: Callable[[], T]) -> T | None:
             summarize_error(error),
         )
         if isinstance(error, ConnectionError):
-            import wandb
-
-            # Removes its dead process from the exit handlers, which would otherwise end in a traceback.
-            with contextlib.suppress(ConnectionError):
-                wandb.teardown()
+            _forget_dead_process()
         return None
+
+
+def _forget_dead_process() -> None:
+    """Remove wandb's dead process from the exit handlers, which would otherwise end in a traceback."""
+    import wandb
+
+    with contextlib.suppress(ConnectionError):
+        wandb.teardown()
 
 
 def explain_lack_of_space(folder: Path) -> str | None:

@@ -197,6 +197,16 @@ def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: WandbSe
     assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 14
 
 
+def test_death_of_wandbs_own_process_in_a_stop_is_no_warning_and_the_resume_sends_its_rows(tmp_path, server):
+    """DeepSpeed's launcher passes Ctrl-C on as a SIGTERM to every process below it."""
+    folder = tmp_path / "trial-1"
+    env = make_environment(tmp_path, server.url, **KEY)
+    said = run(folder, env, ["core"], ["close", 130], last=7)
+    assert said[1:] == ["LOG W&B ended before the run; a resumed run sends the rows that W&B lacks"]
+    run(folder, env, start=7)
+    check_rows(server.rows(read_run_id(folder)), last=12)
+
+
 def test_histograms_go_with_the_row_of_their_step(tmp_path: Path, server: WandbServer):
     folder = tmp_path / "trial-1"
     env = make_environment(tmp_path, server.url, **KEY)
