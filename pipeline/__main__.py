@@ -28,6 +28,7 @@ from pipeline.cli.import_configs import writing as import_config
 from pipeline.config.command_lines import SCRIPT
 from pipeline.distributed.machine import raise_open_files_limit
 from pipeline.errors import CommandLineParser, DeviceFailedError, PipelineError, report_errors
+from pipeline.monitoring.logs import hide_torchao_warnings
 
 COMMANDS = {
     "plan": plan,
@@ -78,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             commands.choices[arguments.command].error(f"unrecognized argument {argument}")
         arguments.overrides.append(argument)  # argparse does not parse an override that follows an option
     raise_open_files_limit()
+    hide_torchao_warnings()
     command = COMMANDS[arguments.command]
     return report_errors(lambda: _run(command, arguments), getattr(command, "AFTER_INTERRUPT", None))
 

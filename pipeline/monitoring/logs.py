@@ -62,7 +62,7 @@ def log_to_console(ranks: Ranks, level: str = "info") -> None:
     """Show rank 0's lines on the console, and only errors of the other ranks.
 
     Closes and replaces the handlers of an earlier run in this process, including its log file. Also hides
-    FutureWarning and DeprecationWarning, and warnings of torchao, for the whole process.
+    FutureWarning and DeprecationWarning, and warnings about torchao, for the whole process.
 
     Args:
         ranks: Rank of this process.
@@ -80,11 +80,18 @@ def log_to_console(ranks: Ranks, level: str = "info") -> None:
     for handler in logger.handlers:
         handler.close()
     logger.handlers[:] = [console]
-    # transformers imports torchao if it is installed, and torchao then logs which kernels it cannot load.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hide_torchao_warnings()
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+
+def hide_torchao_warnings() -> None:
+    """Hide the warnings that an import of torchao logs; transformers imports it if it is installed.
+
+    torchao logs which kernels it cannot load, and torch logs a deprecated call of torchao.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def log_to_file(run_dir: Path, ranks: Ranks) -> None:
