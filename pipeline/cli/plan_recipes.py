@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.cli.screen import Screen
 from pipeline.config.settings import load_settings
 from pipeline.config.shipped import RECIPES, find_recipe
 from pipeline.errors import ConfigError, ModelError
@@ -139,6 +138,8 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError, ModelError: A recipe, the JSON, an override or an option is invalid.
     """
+    from pipeline.cli.screen import Screen  # imports rich
+
     if arguments.json:
         raise ConfigError(
             "--recipes prints a table only; for numbers as JSON: plan --config RECIPE.yaml --json"
