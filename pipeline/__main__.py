@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Side effect: raise this process's limit of open files, except for `train`, which does so itself.
 
     The code is 0 for success, 1 for the answer no of `supports`, 2 for bad input or a problem that a command
-    reports, 12 for out of memory, 14 for a failed device and 130 for an interrupt. docs/reference/cli.md lists
+    reports, 12 for out of memory, 14 for a failed device and 130 for an interrupt. docs/reference/cli.md has
     the further codes of `train`.
     """
     words = sys.argv[1:] if argv is None else list(argv)
