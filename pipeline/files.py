@@ -5,6 +5,7 @@ A file from another program is read only if it is a regular file of bounded size
 
 from __future__ import annotations
 
+import difflib
 import errno
 import fcntl
 import json
@@ -135,6 +136,26 @@ def publish_folder(partial: Path, final: Path, files: Iterable[Path] = ()) -> No
 def is_path(name: str) -> bool:
     """Return whether a name must be a path, since it does not look like a hub name (`owner/name`)."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def suggest_path(path: Path, names: Iterable[str] = ()) -> str:
+    """Return `; did you mean ...?` for the first component of a path that does not exist.
+
+    Args:
+        path: Path that does not exist.
+        names: Words that could be meant in its place.
+
+    Returns:
+        An empty text if no name is similar.
+    """
+    missing = path
+    while not missing.parent.exists():
+        missing = missing.parent
+    siblings = os.listdir(missing.parent) if missing.parent.is_dir() else []
+    similar = difflib.get_close_matches(missing.name, [*siblings, *names], n=1)
+    if not similar:
+        return ""
+    return f"; did you mean {similar[0] if similar[0] in names else missing.parent / similar[0]}?"
 
 
 def _describe_type(mode: int) -> str:

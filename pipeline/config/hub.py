@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Thread
 
 from pipeline.errors import PipelineError, summarize_error
+from pipeline.files import suggest_path
 
 REMOTE_CODE = "model.trust_remote_code"
 """Key that an override has to set before Python code of a trained model's files runs."""
@@ -46,19 +47,22 @@ def use_hub_or_cache(
     from huggingface_hub import constants, try_to_load_from_cache  # takes half a second
     from huggingface_hub.errors import HFValidationError
 
+    hint = suggest_path(Path(name_or_path).expanduser())
     start = f"{key}: {name_or_path!r}: there is no such {local}"
     was_offline = constants.HF_HUB_OFFLINE
     try:
         is_cached = any(isinstance(try_to_load_from_cache(name_or_path, file), str) for file in MARKER_FILES)
     except HFValidationError as mistake:
-        raise error(f"{start}, and it is no valid hub name ({summarize_error(mistake)})") from None
+        raise error(f"{start}, and it is no valid hub name ({summarize_error(mistake)}){hint}") from None
     problem = "HF_HUB_OFFLINE is set" if was_offline else _find_problem(constants.ENDPOINT)
     if problem is not None and not is_cached:
+        download = (
+            "; give one that exists, or download it on a machine with network access: "
+            f"hf download {name_or_path}"
+        )
         raise error(
             f"{start}, the hub does not answer ({problem}), and its cache on this machine "
-            f"({constants.HF_HUB_CACHE}; HF_HOME chooses it) does not have it; "
-            "give one that exists, or download it on a machine with network access: "
-            f"hf download {name_or_path}"
+            f"({constants.HF_HUB_CACHE}; HF_HOME chooses it) does not have it{hint or download}"
         )
     constants.HF_HUB_OFFLINE = problem is not None
     try:

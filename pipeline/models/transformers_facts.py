@@ -126,6 +126,12 @@ def check_folder(folder: Path, given: str, key: str = "model.pretrained") -> Non
     if problem := next(find_unsafe_files(folder), None):
         raise ModelError(f"{start} {problem}; remove or replace it")
     if not (folder / "config.json").is_file():
+        if (folder / "checkpoints").is_dir():
+            command = format_pipeline_command("export", folder.absolute(), "OUT")
+            raise ModelError(
+                f"{start} the folder is a run; export it (with --merge if it has an adapter) and give OUT: "
+                f"{command}"
+            )
         raise ModelError(f"{start} the folder has no config.json; give a folder that save_pretrained wrote")
     run_directory = folder.absolute().parent
     has_safetensors = any(folder.glob("*.safetensors*"))

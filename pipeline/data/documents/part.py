@@ -7,7 +7,6 @@ pieces.
 from __future__ import annotations
 
 import codecs
-import difflib
 import glob
 import inspect
 import json
@@ -42,6 +41,7 @@ from pipeline.data.documents.streams import (
     unreadable_error,
 )
 from pipeline.errors import DataError
+from pipeline.files import suggest_path
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,8 @@ def _find_files_of_entry(entry: str) -> list[FileSpan]:
         matches = _expand_glob(entry)
         what = "glob"
     else:
-        raise DataError(f"data.paths: {entry or repr(entry)} does not exist{_suggest_path(path)}")
+        hint = suggest_path(path, [PYTHON_STDLIB])
+        raise DataError(f"data.paths: {entry or repr(entry)} does not exist{hint}")
     matched_files = {match for match in matches if not match.is_dir()}
     files_in_folders = {file for match in matches if match.is_dir() for file in _walk_files(match)}
     files = sorted(matched_files | files_in_folders)
@@ -306,22 +307,6 @@ def _find_stdlib_files() -> list[FileSpan]:
         raise DataError(f"data.paths: {PYTHON_STDLIB}: there are no source files in {root}; use other text")
     topics = root / STDLIB_TOPICS
     return [FileSpan(str(file), "stdlib_topics" if file == topics else "stdlib_source") for file in files]
-
-
-def _suggest_path(path: Path) -> str:
-    """Return `; did you mean ...?` for the first component of a path that does not exist.
-
-    The text is empty if no name is similar.
-    """
-    missing = path
-    while not missing.parent.exists():
-        missing = missing.parent
-    siblings = os.listdir(missing.parent) if missing.parent.is_dir() else []
-    similar = difflib.get_close_matches(missing.name, [*siblings, PYTHON_STDLIB], n=1)
-    if not similar:
-        return ""
-    suggestion = PYTHON_STDLIB if similar[0] == PYTHON_STDLIB else missing.parent / similar[0]
-    return f"; did you mean {suggestion}?"
 
 
 PART_SIZE = 32 * 2**20  # bytes of input: at most a minute of work is lost if a process is killed
