@@ -118,10 +118,11 @@ EVALUATION = {
     "eval/loss": Column(
         "as `train/loss`", "Exact mean over the held-out data, equal for any number of ranks."
     ),
-    "eval/perplexity": Column("none", "exp(`eval/loss`). Language models only."),
+    "eval/perplexity": Column("none", "exp(`eval/loss`). Language models with the built-in loss only."),
     "eval/bits_per_byte": Column(
         "bits per byte",
-        "Loss per byte of text, which compares models with different tokenizers. Built-in text data only.",
+        "Loss per byte of text, which compares models with different tokenizers. Only with the built-in loss "
+        "and text data.",
     ),
     "eval/targets": Column("targets", "0: nothing counts in the loss of the held-out data, which is NaN."),
     "eval/METRIC": Column("per metric", "Further mean of the objective."),

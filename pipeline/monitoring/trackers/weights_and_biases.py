@@ -572,10 +572,11 @@ def _choose_run_id(path: Path, *, is_resume: bool, reuse: bool) -> str:
 
 def _move_aside(runs: Iterable[Path]) -> None:
     """Move offline files to `superseded/`, since `wandb sync` would upload their rows a second time."""
-    for old in sorted(runs):
-        for each in {old, old.resolve()}:  # a link and its target
-            (each.parent / "superseded").mkdir(exist_ok=True)
-            each.rename(each.parent / "superseded" / each.name)
+    paths = {path for old in runs for path in (old, old.resolve())}  # of a link its target, too
+    for path in sorted(paths):
+        if path.is_symlink() or path.exists():  # the target of a link may have been moved before
+            (path.parent / "superseded").mkdir(exist_ok=True)
+            path.rename(path.parent / "superseded" / path.name)
 
 
 class CheckpointArtifacts:
