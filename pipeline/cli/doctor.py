@@ -18,7 +18,12 @@ from pipeline.distributed.doctor.examination import (
     restrict_to_this_machine,
 )
 from pipeline.distributed.doctor.rows import CheckRow, has_failure, print_rows
-from pipeline.distributed.launch.hostfile import Selection, choose_devices, read_hostfile
+from pipeline.distributed.launch.hostfile import (
+    Selection,
+    advise_on_one_machine,
+    choose_devices,
+    read_hostfile,
+)
 from pipeline.distributed.op_builds import needed_ops
 from pipeline.errors import LaunchError
 
@@ -129,7 +134,10 @@ def _examine_machines(arguments: argparse.Namespace) -> list[CheckRow] | None:
     )
     if arguments.hostfile is not None:
         devices = choose_devices(read_hostfile(arguments.hostfile), selection)
-        return examine(replace(examination, devices=devices))
+        advice = "" if arguments.force_multi else advise_on_one_machine(devices)
+        if advice:
+            print(advice)
+        return examine(replace(examination, devices=devices, is_remote=not advice))
     has_options = selection != Selection(visible=selection.visible)
     if has_options:
         raise LaunchError(

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.config.shipped import LAUNCH
+from pipeline.distributed.waiting import find_own_address
 from pipeline.errors import LaunchError
 from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
 
@@ -69,6 +71,17 @@ def read_hostfile(path: Path) -> dict[str, int]:
             f"hostfile {path} lists no machine; add a line such as {EXAMPLE_LINE!r} for each machine"
         )
     return slots_by_name
+
+
+def advise_on_one_machine(devices: Devices) -> str:
+    """Return advice if the only machine of a run is this one; empty if the run needs ssh."""
+    names = list(devices)
+    if len(names) != 1 or find_own_address(names[0]) is None:
+        return ""
+    return (
+        f"{names[0]} is this machine: one machine needs neither hostfile nor ssh; train with "
+        f"{LAUNCH / 'multi_gpu.sh'}"
+    )
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,13 @@ from pipeline.distributed.launch.environment import (
     launcher_environment,
     split_arguments,
 )
-from pipeline.distributed.launch.hostfile import Devices, Selection, choose_devices, read_hostfile
+from pipeline.distributed.launch.hostfile import (
+    Devices,
+    Selection,
+    advise_on_one_machine,
+    choose_devices,
+    read_hostfile,
+)
 from pipeline.distributed.launch.ssh import SSH_OPTIONS, ssh_command
 from pipeline.distributed.launch.supervise import Supervisor
 from pipeline.distributed.ranks import ENVIRONMENT_FILE_VARIABLE, is_port
@@ -284,6 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(argv: Sequence[str]) -> int:
     """Check the command line and the programs on this machine, and run the launch."""
     launch = plan_launch(argv, os.environ)
+    advice = advise_on_one_machine(launch.devices)
+    if advice:
+        print(advice, file=sys.stderr, flush=True)
     find_program("mpirun" if launch.uses_mpi else "pdsh")  # raises if it is missing
     for folder in (Path.cwd(), Path.home()):
         file = folder / ".deepspeed_env"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -181,6 +182,20 @@ def test_a_machine_without_ssh_is_told_what_to_install(tmp_path, monkeypatch, ca
     assert main(["doctor", "--hostfile", str(tmp_path / "hosts")]) == 2
     said = capsys.readouterr().err
     assert said == "error: ssh is not on this machine; install it: apt-get install ssh\n"
+
+
+@pytest.mark.parametrize(("options", "check"), [([], "devices"), (["--force_multi"], "ssh")])
+def test_a_hostfile_of_this_machine_alone_needs_no_ssh(tmp_path, monkeypatch, capsys, options, check):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\necho Connection refused >&2; exit 255\n")
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    main(["doctor", "--hostfile", str(tmp_path / "hosts"), "--quick", *options])
+    said = capsys.readouterr().out
+    assert re.search(rf"^{check} ", said, re.M)
+    assert ("localhost is this machine: one machine needs neither hostfile nor ssh" in said) == (not options)
 
 
 @pytest.mark.slow
