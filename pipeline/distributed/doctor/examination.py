@@ -43,7 +43,15 @@ from pipeline.distributed.doctor.network import (
 )
 from pipeline.distributed.doctor.node import NoAnswerError, ask, ask_all, measure_clock_offset
 from pipeline.distributed.doctor.probe import answer_questions
-from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, Status, group_faults, merge_texts
+from pipeline.distributed.doctor.rows import (
+    HOST,
+    CheckRow,
+    Fault,
+    Status,
+    group_faults,
+    merge_texts,
+    skip_check,
+)
 from pipeline.distributed.launch.ssh import (
     MAX_MESSAGE_BYTES,
     NO_FOLDER,
@@ -359,6 +367,8 @@ def check_clocks(offsets: Mapping[str, float]) -> list[CheckRow]:
     Args:
         offsets: Host -> seconds by which its clock is ahead; negative if it is behind.
     """
+    if not offsets:
+        return skip_check("clock")
     faults = []
     for host, offset in offsets.items():
         if abs(offset) > CLOCK_LIMITS[1]:

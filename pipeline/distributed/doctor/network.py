@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, Status, group_faults
+from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, Status, group_faults, skip_check
 from pipeline.distributed.waiting import find_own_address
 
 CONNECT_TIMEOUT = 10.0
@@ -279,6 +279,8 @@ def list_peers(host: str, networks: Networks) -> list[tuple[str, str, int]]:
 
 def check_names(networks: Networks) -> list[CheckRow]:
     """Check that each host resolves the names of all hosts correctly, and that no machine has two names."""
+    if not networks:
+        return skip_check("names")
     machines: dict[tuple[str, str], list[str]] = {}
     for host, network in networks.items():
         machines.setdefault(network.identity, []).append(host)

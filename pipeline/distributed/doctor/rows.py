@@ -12,12 +12,12 @@ from typing import Literal
 
 HOST = "<host>"
 """Placeholder in a fix. `group_faults` replaces it with the name of the first host that has the fault."""
-STYLES = {"ok": "green", "warning": "yellow", "fail": "bold red"}
+STYLES = {"ok": "green", "warning": "yellow", "fail": "bold red", "skipped": "dim"}
 """Rich style of each status, in the table."""
 LINE_WIDTH = 140
 """Characters in a line if the output is no terminal."""
-Status = Literal["ok", "warning", "fail"]
-"""Result of a check. Only `fail` means that a launch would fail."""
+Status = Literal["ok", "warning", "fail", "skipped"]
+"""Result of a check. Only `fail` means that a launch would fail; `skipped` means that nothing was checked."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,11 @@ def group_faults(check: str, faults: Iterable[tuple[str, Fault]], ok_text: str) 
             fix += f" (the same for {', '.join(others)})"
         rows.append(CheckRow(check, fault.status, fault.description, fix, tuple(hosts)))
     return rows or [CheckRow(check, "ok", ok_text)]
+
+
+def skip_check(check: str) -> list[CheckRow]:
+    """Return the row of a check for which no host answered."""
+    return [CheckRow(check, "skipped", "not checked: no host answered")]
 
 
 def merge_texts(text_by_host: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ from pipeline.distributed.doctor.examination import (
     read_slots,
     restrict_to_this_machine,
 )
+from pipeline.distributed.doctor.network import check_names
 from pipeline.distributed.doctor.node import NoAnswerError, ask, ask_all, measure_clock_offset
 from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, group_faults, has_failure, print_rows
 from pipeline.distributed.launch import ssh
@@ -59,6 +60,7 @@ def test_the_table(capsys):
     rows += group_faults("disk", [(host, Fault("fail", "1 MiB free", f"ssh {HOST} df")) for host in "bc"], "")
     rows += group_faults("clock", [("a", Fault("warning", "1.0 s ahead", f"ssh {HOST} date"))], "")
     rows += group_faults("memory", [], "enough")
+    rows += check_clocks({}) + check_names({})
     print_rows(rows, seconds=1.23)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
@@ -68,6 +70,8 @@ def test_the_table(capsys):
         "clock   warning  a: 1.0 s ahead",
         "                 -> ssh a date",
         "memory  ok       enough",
+        "clock   skipped  not checked: no host answered",
+        "names   skipped  not checked: no host answered",
         "b, c: 1 failed, 1 warned, 2 passed in 1.2 s",
     ]
     assert has_failure(rows)
