@@ -104,6 +104,13 @@ def _read_settings(arguments: argparse.Namespace) -> ExaminationSettings:
     examined; otherwise the default folders.
     """
     examination = ExaminationSettings(devices={}, quick=arguments.quick, force_multi=arguments.force_multi)
+    if arguments.hostfile is None:
+        for word in arguments.overrides:
+            if "=" not in word:
+                raise LaunchError(
+                    f"{word!r} is not an override; write section.key=value, or give a hostfile as "
+                    f"--hostfile {word}"
+                )
     if not (arguments.deepspeed or arguments.config or arguments.overrides):
         return examination
     settings = load_settings(

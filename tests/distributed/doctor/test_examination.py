@@ -38,6 +38,7 @@ from pipeline.distributed.launch.ssh import NO_FOLDER, NO_PYTHON, local_command,
         (["--hostfile", "missing"], None, "hostfile missing: No such file or directory"),
         (["--hostfile", "h", "--include", "c"], "a slots=1", "'c' is not in the hostfile"),
         (["--include", "c"], None, "add --hostfile FILE"),
+        (["h"], "a slots=1", "give a hostfile as --hostfile h"),
         (["--deepspeed", "none.json"], None, "none.json"),
         # As a launcher hands over the run's arguments.
         (["--dry-run", "--world-size", "2", "--no-import-paths", "objective.kind=a.b:c"], None, "a.b:c"),
