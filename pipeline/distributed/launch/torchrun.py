@@ -7,6 +7,7 @@ of its restarts.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -25,6 +26,7 @@ DEFAULT_MAX_RESTARTS = 3  # if the number of machines may change; torchrun's def
 DEFAULT_JOIN_SECONDS = 600.0  # torchrun's default for join_timeout
 POSITIVE_NUMBER_PATTERN = "[1-9][0-9]{0,8}"
 MAX_PLANS = 8  # numbers of machines for which check_node_counts plans the run; each takes up to a second
+MAX_ADVISED_BATCH_SIZE = 10**6  # above it, the advice is to allow fewer numbers of machines
 
 
 def build_command(argv: Sequence[str]) -> list[str]:
@@ -187,7 +189,7 @@ def check_node_counts(words: Sequence[str]) -> int:
         plan = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if plan.returncode == 0:
             continue
-        problem = plan.stderr.strip()
+        problem = _advise_on_all_counts(plan.stderr.strip(), num_nodes, node_counts[:MAX_PLANS])
         if num_nodes == node_counts[0]:
             print(problem, file=sys.stderr, flush=True)
             return plan.returncode
@@ -195,6 +197,30 @@ def check_node_counts(words: Sequence[str]) -> int:
         line = f"with {num_nodes} of {node_counts[0]} machines the run could not continue: {reason}"
         print(line, file=sys.stderr, flush=True)
     return 0
+
+
+def _advise_on_all_counts(problem: str, num_nodes: int, node_counts: Sequence[int]) -> str:
+    """Return the problem of a plan, with a global batch that divides for every number of machines.
+
+    The advice of the plan itself (see `plan_batch`) is only for the number of machines that it planned.
+
+    Args:
+        problem: Error of the plan.
+        num_nodes: Number of machines of the plan.
+        node_counts: All numbers of machines to advise for, highest first.
+    """
+    match = re.search(r"= (\d+) / (\d+) = \S+, which is not an integer; use a global_batch_size of ", problem)
+    if match is None or len(node_counts) == 1:
+        return problem
+    total = int(match[1])
+    # The divisor is proportional to the number of ranks.
+    size = math.lcm(*(int(match[2]) * count // num_nodes for count in node_counts))
+    counts = f"{node_counts[-1]} to {node_counts[0]}"
+    if size > MAX_ADVISED_BATCH_SIZE:
+        return f"{problem}; no size divides for each of {counts} machines: give --nnodes a narrower range"
+    lower = total // size * size
+    near = f"{lower} or {lower + size}" if lower else f"{size}"
+    return f"{problem[: match.end()]}{near}, which divides for {counts} machines"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

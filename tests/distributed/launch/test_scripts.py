@@ -141,7 +141,9 @@ def test_sizes_that_a_restart_could_not_have_are_said_before(tmp_path, capfd):
     assert said.startswith(
         "with 3 of 4 machines the run could not continue: batch: global_batch_size = 8 on 6 "
     )
-    assert "use a global_batch_size of 6 or 12" in said
+    assert said.endswith("use a global_batch_size of 24, which divides for 3 to 4 machines\n")
+    assert check_node_counts([*words, "batch.global_batch_size=30"]) == 2
+    assert "use a global_batch_size of 24 or 48, which" in capfd.readouterr().err
     assert check_node_counts([*words, "model.num_layers=x"]) == 2
     assert "num_layers" in capfd.readouterr().err
 
