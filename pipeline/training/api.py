@@ -37,6 +37,7 @@ from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.distributed.ranks import Ranks, read_ranks
 from pipeline.distributed.signals import stop_with_launcher
+from pipeline.distributed.watchdog import may_be_from_peer
 from pipeline.engine.memory import count_tensor_bytes
 from pipeline.errors import ConfigError, DataError, ModelError, PipelineError
 from pipeline.evaluation import from_checkpoint
@@ -246,6 +247,9 @@ class Run:
             if owns_job:
                 stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)
+            if self._job.watchdog is not None and not owns_job:
+                # run_rank sends the alert once the watchdog has had time to find the cause on another rank.
+                self._parts.trackers.may_notify = lambda error: not may_be_from_peer(error)
             stack.enter_context(self._parts.trackers)
             if killed_event is not None:
                 self._parts.trackers.tell(self._parts.start.global_step, killed_event)

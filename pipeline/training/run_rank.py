@@ -176,9 +176,11 @@ def _end_with_failure(
     if ranks.world_size > 1:
         ignore_stop_signals()
     logging.getLogger("pipeline.failure").error("%s", message)
+    was_reported = ranks.is_main_process  # by the trackers of rank 0
     if watchdog is not None and error is not None:
-        is_from_peer = isinstance(error, Terminated) or may_be_from_peer(error)
-        if is_from_peer:
+        is_from_peer = may_be_from_peer(error)
+        was_reported = was_reported and not is_from_peer
+        if is_from_peer or isinstance(error, Terminated):
             watchdog.exit_if_peer_failed(error)  # does not return if another rank caused the failure
     if job is not None:
         shows_failure = job.claim_failure(code)
@@ -187,7 +189,7 @@ def _end_with_failure(
     if shows_failure:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
         print(prefix + escape_unprintable(message.rstrip()), file=sys.stderr, flush=True)
-        if watchdog is not None and not ranks.is_main_process:  # rank 0's trackers report its own failure
+        if watchdog is not None and not was_reported:
             watchdog.notify(prefix + message.strip().rpartition("\n")[2])
     if context is not None and ranks.is_main_process:
         _write_report(context)  # after the message, which does not have to wait for the report

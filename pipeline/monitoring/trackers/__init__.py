@@ -17,6 +17,7 @@ from pipeline.config.optional_packages import require_package
 from pipeline.config.schema import RunConfig
 from pipeline.monitoring.trackers.console import ConsoleTracker
 from pipeline.monitoring.trackers.interface import (
+    NOTIFY,
     OptionalTracker,
     Tracker,
     Trackers,
@@ -170,7 +171,7 @@ def _open_notify(run: TrackedRun) -> Sequence[Tracker]:
     if not channels:
         return []
     make = partial(NotifyTracker, channels, run.config.notify.level, run.directory.resolve().name)
-    return [TrackerThread(make, "notify", takes_rows=False)]
+    return [TrackerThread(make, NOTIFY, takes_rows=False)]
 
 
 def _open_console(run: TrackedRun) -> Sequence[Tracker]:

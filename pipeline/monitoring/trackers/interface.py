@@ -142,6 +142,8 @@ QUIET_SECONDS = 3.0
 """Seconds after which a log line names the trackers that the end of a run waits for."""
 EXIT_SECONDS = 10.0
 """Seconds within which a process with a hanging tracker exits. wandb's exit handler needs up to 8 s."""
+NOTIFY = "notify"
+"""Name of the tracker that delivers the alerts of the section `notify`."""
 _THREAD_PREFIX = "tracker "
 """Beginning of the names of tracker threads."""
 
@@ -365,6 +367,8 @@ class Trackers:
     def __init__(self, trackers: Sequence[Tracker] = (), step: int = 0) -> None:
         self._trackers: tuple[Tracker, ...] = tuple(trackers)
         self._step = step
+        self.may_notify: Callable[[Exception], bool] = lambda error: True
+        """Whether the section `notify` gets a failure; False if the end of the process sends the alert."""
 
     @property
     def is_empty(self) -> bool:
@@ -443,5 +447,7 @@ class Trackers:
             fields["traceback"] = "\n".join(lines)
         event = Event(RUN_FAILED, message, level="error", fields=fields)
         for tracker in self._trackers:
+            if isinstance(tracker, TrackerThread) and tracker.name == NOTIFY and not self.may_notify(error):
+                continue
             with suppress(OSError, PipelineError):  # such as a full disk, which may be the error itself
                 tracker.tell(self._step, event)
