@@ -5,6 +5,7 @@ The functions here have no side effects.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -122,9 +123,10 @@ def _describe_lost_group(group: Sequence[LostRank], advise: Callable[[], str]) -
         return f"{who} {are} gone: {last}; {memory}: {cause}; {advise()}"
     if lost.state == "gone":
         usage = "" if memory is None else f"; {memory}"
-        return (
-            f"{who} {are} gone: {last}{usage}; killed or crashed: see the launcher's output for the exit code"
-        )
+        hint = "see the launcher's output for the exit code"
+        if "CROSS_SIZE" in os.environ:  # only deepspeed's launcher sets it
+            hint = "deepspeed prints the exit code, with the command of its last rank"
+        return f"{who} {are} gone: {last}{usage}; killed or crashed: {hint}"
     process = "its process" if len(group) == 1 else "their processes"
     return f"{who} {send} no heartbeat: {last}; {process}, its machine or the link to it is gone"
 

@@ -113,6 +113,13 @@ def test_a_lost_rank(state, changes, words):
     assert ("killed for memory" in said) == bool(changes)
 
 
+def test_the_hint_to_an_exit_code_is_about_the_launcher(monkeypatch):
+    monkeypatch.delenv("CROSS_SIZE", raising=False)
+    assert describe_lost([lost(1, "gone")]).endswith("see the launcher's output for the exit code")
+    monkeypatch.setenv("CROSS_SIZE", "1")  # as deepspeed's launcher does
+    assert describe_lost([lost(1, "gone")]).endswith("exit code, with the command of its last rank")
+
+
 def test_a_machine_takes_its_ranks_with_it():
     said = describe_lost([lost(2), lost(3), lost(0, "gone")])
     assert said.startswith("ranks 2, 3 on node2 send no heartbeat: last heartbeat 1.2 s ago")
