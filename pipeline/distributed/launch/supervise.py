@@ -314,7 +314,10 @@ class Supervisor:
         if missing and (records or launcher_code == 0):
             places = {rank: f" on {name}" for rank, name in self._rank_nodes.items()}
             names = ", ".join(f"{rank}{places.get(rank, '')}" for rank in missing)
-            _print_line(f"ended without an exit code, most likely killed: rank {names}")
+            # The launcher also kills ranks that do not end after the watchdog has ended the others.
+            has_diagnosis = any(record["code"] == HUNG_CODE for record in records.values())
+            cause = "see the diagnosis above" if has_diagnosis else "most likely killed"
+            _print_line(f"ended without an exit code, {cause}: rank {names}")
         has_incomplete_records = bool(missing) or not records
         for state in self._states:
             if state.num_kernel_kills and has_incomplete_records:

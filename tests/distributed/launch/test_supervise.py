@@ -61,6 +61,11 @@ def test_a_launcher_that_ends_well_with_ranks_that_did_not(folder, capfd):
     assert "ended without an exit code, most likely killed: rank 1 on here" in said
 
 
+def test_a_rank_that_the_launcher_killed_after_a_hang_is_not_said_to_be_killed(folder, capfd):
+    assert supervise(folder, "say 0 124; exit 124") == 124
+    assert "ended without an exit code, see the diagnosis above: rank 1 on here" in capfd.readouterr().err
+
+
 @pytest.mark.skipif(not os.access("/dev/kmsg", os.R_OK), reason="the kernel's log is not to be read")
 def test_a_rank_that_is_killed_for_memory_is_told_as_such(folder, capfd):
     """A real kill, by a cgroup."""
