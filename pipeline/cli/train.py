@@ -161,6 +161,11 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
             for note in settings.deepspeed_file.notes:
                 print(f"note: {shorten_message(note)}", file=sys.stderr)
         if arguments.dry_run:
+            command = settings.config.notify.command
+            if command is not None and arguments.world_size is None:  # the plan is for this machine
+                from pipeline.monitoring.trackers.notify import split_command
+
+                split_command(command)
             if ranks.is_main_process:
                 print(format_dry_run(settings, arguments.world_size or ranks.world_size))
             return 0

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+from pipeline.config.command_lines import format_shell_line
 from pipeline.config.schema import NotifyConfig
 from pipeline.errors import ConfigError, summarize_error
 from pipeline.monitoring.events import RUN_FAILED, Event
@@ -123,17 +124,29 @@ def build_channels(config: NotifyConfig) -> dict[str, Channel]:
     """
     channels: dict[str, Channel] = {}
     if config.command is not None:
-        words = shlex.split(config.command)
-        if shutil.which(words[0]) is None:
-            raise ConfigError(
-                f"notify.command: there is no program {words[0]!r} here, or it is not executable; give a "
-                "program on PATH or its full path"
-            )
+        words = split_command(config.command)
         channels["command"] = lambda payload: run_command(words, payload)
     if config.webhook_env is not None:
         address = _read_address(config.webhook_env)
         channels["webhook_env"] = lambda payload: post_json(address, payload)
     return channels
+
+
+def split_command(command: str) -> list[str]:
+    """Return the program of `notify.command` and its arguments.
+
+    Raises:
+        ConfigError: This machine has no such program, or its file is not executable.
+    """
+    words = shlex.split(command)
+    if shutil.which(words[0]) is None:
+        if os.path.isfile(words[0]) and not os.access(words[0], os.X_OK):
+            fix = format_shell_line("chmod", "+x", words[0])
+            raise ConfigError(f"notify.command: {words[0]} is not executable; run: {fix}")
+        raise ConfigError(
+            f"notify.command: there is no program {words[0]!r} here; give a program on PATH or its full path"
+        )
+    return words
 
 
 def _read_address(name: str) -> str:

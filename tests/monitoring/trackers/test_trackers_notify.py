@@ -15,6 +15,7 @@ from monitoring.trackers.test_trackers_composite import build, recipe
 from support.launch import ROOT, launch, run_directories, write_recipe
 from support.rank_pool import free_port
 
+from pipeline.__main__ import main
 from pipeline.config.schema import NotifyConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
@@ -242,6 +243,18 @@ def test_a_program_that_is_not_there_is_an_error_and_no_key_tells_nobody():
     with pytest.raises(ConfigError, match="there is no program 'no-such-program' here"):
         build_channels(NotifyConfig(command="no-such-program --now"))
     assert build_channels(NotifyConfig()) == {}
+
+
+def test_a_dry_run_names_a_file_that_is_not_executable(tmp_path, capsys):
+    program = tmp_path / "tell.sh"
+    program.write_text("#!/bin/sh\n")
+    words = ["train", "--dry-run", f"notify.command={program} --now"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: notify.command: {program} is not executable; run: chmod +x {program}\n"
+    assert main([*words, "--world-size", "2"]) == 0  # for another machine
+    program.chmod(0o755)
+    assert main(words) == 0
 
 
 @pytest.mark.slow
