@@ -583,7 +583,8 @@ class LossRise:
         jump = f", after {highest_jump:.4g} for {JUMP_STEPS} steps" if has_jumped else ""
         return Event(
             self.name,
-            f"the loss rose: it began with {initial_loss:.4g} and is {level:.4g} at step {step}{jump}",
+            f"the loss rose: it began with {initial_loss:.4g}, and the median of the last {RISE_WINDOW} "
+            f"losses is {level:.4g} at step {step}{jump}",
             "lower optimizer.learning_rate, raise schedule.warmup, or lower optimizer.max_grad_norm",
             fields={"at_step": step, "value": level, "began": initial_loss},
         )

@@ -233,12 +233,24 @@ TOLD: dict[str, tuple[Callable[[], Any], list[RowDetails], list[tuple[int, str]]
     "a loss that rises late": (
         LossRise,
         from_the_start([*noisy(5.5, 300), *noisy(7.3, 100)]),
-        [(386, "loss_rise: the loss rose: it began with 5.605 and is 7.248 at step 384; ")],
+        [
+            (
+                386,
+                "loss_rise: the loss rose: it began with 5.605, and the median of the last 32 losses "
+                "is 7.248 at step 384; ",
+            )
+        ],
     ),
     "a high jump, whatever comes then": (
         LossRise,
         from_the_start([5.5, *[7.5] * 10, *FALLS], 5.5),
-        [(66, "loss_rise: the loss rose: it began with 5.5 and is 3.811 at")],
+        [
+            (
+                66,
+                "loss_rise: the loss rose: it began with 5.5, and the median of the last 32 losses "
+                "is 3.811 at",
+            )
+        ],
     ),
     "no high jump": (LossRise, from_the_start([5.5, *[6.0] * 10, *FALLS], 5.5), []),
     "no long jump": (LossRise, from_the_start([5.5, *[7.5] * 5, *FALLS], 5.5), []),
@@ -325,7 +337,8 @@ def test_what_is_no_divergence(train, evaluations):
 def test_a_loss_that_jumps_and_comes_back_is_told_of_once_with_what_it_began_with(every, evaluation):
     ((step, event),) = asked(LossRise(), from_the_start(JUMPED, evaluation, every))
     assert 64 <= step < 64 + every
-    assert event.message.startswith("the loss rose: it began with 2.31 and is 2.3")
+    began = "the loss rose: it began with 2.31, and the median of the last 32 losses is 2.3"
+    assert event.message.startswith(began)
     assert event.message.endswith(" at step 64, after 3.508 for 8 steps")
     assert event.fields["at_step"] == 64
 
