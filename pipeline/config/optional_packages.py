@@ -5,9 +5,11 @@ Each error says how to install the package.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 from pipeline.errors import ConfigError
 
@@ -57,9 +59,17 @@ def require_package(module: str, feature: str, alternative: str = "") -> None:
         return
     distribution = DISTRIBUTIONS.get(module, module)
     extra = EXTRAS.get(module)
-    target = distribution if extra is None else f"'deepspeed-pipeline[{extra}]'"
+    target = distribution if extra is None else _format_extra(extra)
     message = f"{feature} needs {distribution}, which is not installed: pip install {target}"
     raise MissingPackageError(f"{message}, or {alternative}" if alternative else message)
+
+
+def _format_extra(extra: str) -> str:
+    """Return the arguments of `pip install` for an extra: of this clone, or else of the installed package."""
+    clone = Path(__file__).parents[2]
+    if (clone / "pyproject.toml").is_file():
+        return f"-e {shlex.quote(f'{clone}[{extra}]')}"
+    return f"'deepspeed-pipeline[{extra}]'"
 
 
 def require_deepspeed() -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from support.base_model import write_base_model
+from support.launch import ROOT
 
 from pipeline.__main__ import main
 
@@ -99,4 +100,4 @@ def test_without_lm_eval_it_says_what_to_install(call, model, monkeypatch):
     for arguments in ((model, "--tasks", "addition"), ("--tasks", "list")):
         code, _, err = call(*arguments)
         assert code == 2
-        assert "--tasks needs lm-eval, which is not installed: pip install 'deepspeed-pipeline[tasks]'" in err
+        assert f"--tasks needs lm-eval, which is not installed: pip install -e '{ROOT}[tasks]'" in err

@@ -66,7 +66,7 @@ def test_a_port_in_use_is_one_line(folder, refuse):
 
 def test_a_missing_package_is_named(folder, refuse, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "pip install 'deepspeed-pipeline[serve]'" in refuse(folder)[0]
+    assert f"pip install -e '{ROOT}[serve]'" in refuse(folder)[0]
 
 
 @pytest.fixture(scope="module")

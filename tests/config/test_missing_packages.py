@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import tomllib
 
@@ -14,6 +15,7 @@ from support.metrics_rows import read_reproducible_rows
 
 from pipeline.__main__ import main
 from pipeline.cli.train import main as train
+from pipeline.config import optional_packages
 from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.optional_packages import DISTRIBUTIONS, EXTRAS, is_installed
 from pipeline.config.schema import RunConfig
@@ -110,18 +112,22 @@ def test_data_that_needs_a_missing_package_is_refused_in_one_line(
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {message.format(path=tmp_path)}"
 
 
+def clone(extra):
+    """The argument of `pip install -e` that installs an extra of this clone."""
+    return shlex.quote(f"{ROOT}[{extra}]")
+
+
 IMAGES = {"model": {"kind": "cnn"}, "objective": {"kind": "classification"}}
 INSPECTED = {
     "digits": (
         "sklearn",
         DIGITS,
-        "data.kind: digits needs scikit-learn, which is not installed: "
-        "pip install 'deepspeed-pipeline[images]'",
+        f"data.kind: digits needs scikit-learn, which is not installed: pip install -e {clone('images')}",
     ),
     "images": (
         "PIL",
         IMAGES | {"data": {"kind": "images", "path": ".", "image_size": 8}},
-        "data.kind: images needs pillow, which is not installed: pip install 'deepspeed-pipeline[images]'",
+        f"data.kind: images needs pillow, which is not installed: pip install -e {clone('images')}",
     ),
 }
 
@@ -141,13 +147,13 @@ MODELS = {
         "bitsandbytes",
         ["adapter=lora", "adapter.quantize=nf4"],
         "adapter.quantize: nf4 needs bitsandbytes, which is not installed: "
-        "pip install 'deepspeed-pipeline[qlora]', or remove adapter.quantize",
+        f"pip install -e {clone('qlora')}, or remove adapter.quantize",
     ),
     "fp8": (
         "torchao",
         ["model.fp8=rowwise"],
         "model.fp8: rowwise needs torchao, which is not installed: "
-        "pip install 'deepspeed-pipeline[fp8]', or set model.fp8=none",
+        f"pip install -e {clone('fp8')}, or set model.fp8=none",
     ),
 }
 
@@ -170,7 +176,7 @@ def test_a_model_that_needs_a_missing_package_is_refused_before_torch_is_loaded(
             "tensorboard",
             {"log": {"tensorboard": True}},
             "log.tensorboard: true needs tensorboard, which is not installed: "
-            "pip install 'deepspeed-pipeline[tensorboard]', or set log.tensorboard=false",
+            f"pip install -e {clone('tensorboard')}, or set log.tensorboard=false",
         ),
         (
             "wandb",
@@ -212,6 +218,13 @@ def test_a_chat_template_of_a_checkpoint_needs_jinja2_too(hide):
     hide("jinja2")
     with pytest.raises(ConfigError, match="the chat template needs jinja2, which is not installed"):
         TemplateProcess("{{ messages }}", {}, [])
+
+
+def test_an_installed_package_names_itself_and_not_a_clone(monkeypatch, hide, tmp_path):
+    hide("bitsandbytes")
+    monkeypatch.setattr(optional_packages, "__file__", str(tmp_path / "pipeline" / "config" / "x.py"))
+    with pytest.raises(ConfigError, match=r"pip install 'deepspeed-pipeline\[qlora\]'$"):
+        optional_packages.require_package("bitsandbytes", "it")
 
 
 def test_a_folder_of_the_name_is_no_package(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import signal
 import sys
 
 import pytest
-from support.launch import launch, write_recipe
+from support.launch import ROOT, launch, write_recipe
 from support.metrics_rows import read_reproducible_rows
 
 from pipeline.checkpoint.catalog import list_published_folders
@@ -235,7 +235,7 @@ def test_the_missing_package_is_named_before_data_is_prepared(tmp_path, capsys, 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     message = refused(tmp_path, capsys)
     assert message == (
-        "error: eval.tasks needs lm-eval, which is not installed: pip install 'deepspeed-pipeline[tasks]', "
+        f"error: eval.tasks needs lm-eval, which is not installed: pip install -e '{ROOT}[tasks]', "
         "or remove eval.tasks"
     )
     assert not (tmp_path / "cache").exists()
