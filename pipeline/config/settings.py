@@ -30,11 +30,11 @@ from pipeline.files import MAX_CONFIGURATION_BYTES, is_path, read_regular_file
 from pipeline.redaction import redact
 
 
-def check_requirements(combination: Combination) -> None:
-    """Check packages and the GPU before data and model are built.
+def check_packages(combination: Combination) -> None:
+    """Check that the packages that the settings need are installed.
 
     Raises:
-        ConfigError: A package is not installed, or the GPU cannot multiply in fp8.
+        MissingPackageError: A package is not installed.
     """
     if combination.config.eval.tasks:
         require_package("lm_eval", "eval.tasks", "remove eval.tasks")
@@ -43,11 +43,20 @@ def check_requirements(combination: Combination) -> None:
     if combination.multiplies_in_fp8:
         fp8 = f"model.fp8: {combination.model_value('fp8')}"
         require_package("torchao", fp8, "set model.fp8=none")
-        if not combination.device.fp8:
-            raise ConfigError(
-                f"{fp8}: this GPU does not multiply in fp8, which takes Ada, Hopper (compute capability 8.9) "
-                "or newer of NVIDIA, or MI300 or newer of AMD; set model.fp8=none"
-            )
+
+
+def _check_fp8_device(combination: Combination) -> None:
+    """Check that the device multiplies in fp8 if the settings need it.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if combination.multiplies_in_fp8 and not combination.device.fp8:
+        raise ConfigError(
+            f"model.fp8: {combination.model_value('fp8')}: this GPU does not multiply in fp8, which takes "
+            "Ada, Hopper (compute capability 8.9) or newer of NVIDIA, or MI300 or newer of AMD; "
+            "set model.fp8=none"
+        )
 
 
 # Pairs of keys that exclude each other. One on the command line replaces the other in the file.
@@ -162,8 +171,14 @@ class Settings:
             stated["scheduler.params.cos_min_ratio"] = ADOPTED["scheduler.params.cos_min_ratio"]
         return stated
 
-    def resolve(self, world_size: int, device: Device) -> ResolvedSettings:
+    def resolve(self, world_size: int, device: Device, *, needs_packages: bool = True) -> ResolvedSettings:
         """Return the settings for this many ranks on this device.
+
+        Args:
+            world_size: Number of ranks.
+            device: Device of each rank.
+            needs_packages: Whether the run's optional packages must be installed here. A plan for another
+                machine does not need them.
 
         Raises:
             ConfigError: Numbers do not fit these ranks or this device, two settings exclude each other, or a
@@ -177,7 +192,9 @@ class Settings:
             self.config, resolved.deepspeed or {}, resolved.split, device, resolved.compile
         )
         check_combination(combination, self.deepspeed_file)
-        check_requirements(combination)
+        if needs_packages:
+            check_packages(combination)
+        _check_fp8_device(combination)
         return resolved
 
     def _resolve_plain(self, world_size: int, device: Device) -> ResolvedSettings:

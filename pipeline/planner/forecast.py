@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipeline.config.optional_packages import MissingPackageError
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import ResolvedSettings, Settings
+from pipeline.config.settings import ResolvedSettings, Settings, check_packages
+from pipeline.config.split_conflicts import Combination
 from pipeline.files import GIB, format_bytes
 from pipeline.planner.hardware import PlannedHardware
 from pipeline.planner.memory import RankMemory, estimate_memory
@@ -125,6 +127,10 @@ class Forecast:
             yield (
                 f"{self.config.optimizer.kind} is assumed to keep as much as AdamW: two numbers per parameter"
             )
+        try:
+            check_packages(self._combination)
+        except MissingPackageError as error:
+            yield f"to train on this machine: {error}"
         tokenizer = find_unread_tokenizer(self.config)
         if tokenizer is not None:
             yield f"{tokenizer} cannot be read: the model's default vocabulary is assumed"
@@ -150,6 +156,13 @@ class Forecast:
                 "length of yours with --document-tokens N"
             )
 
+    @property
+    def _combination(self) -> Combination:
+        """Settings of the run, as the checks of combinations take them."""
+        resolved = self.resolved
+        deepspeed = resolved.deepspeed or {}
+        return Combination(self.config, deepspeed, resolved.split, self.hardware.device, resolved.compile)
+
     def _assumes_document_length(self) -> bool:
         """Return whether the time depends on a length of documents that is not stated."""
         if self.hardware.document_tokens is not None or not packs_documents(self.config):
@@ -168,9 +181,8 @@ def forecast(settings: Settings, model: ModelSpec, hardware: PlannedHardware) ->
     Raises:
         ConfigError, ModelError: The settings are refused, or the model cannot be split as they say.
     """
-    return forecast_resolved(
-        settings.config, settings.resolve(hardware.ranks, hardware.device), model, hardware
-    )
+    resolved = settings.resolve(hardware.ranks, hardware.device, needs_packages=False)
+    return forecast_resolved(settings.config, resolved, model, hardware)
 
 
 def forecast_resolved(
@@ -215,7 +227,7 @@ def choose_auto_micro_batch(
 
 def resolve_auto_micro_batch(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> Settings:
     """Return the settings with the largest micro-batch that is expected to fit in place of `auto`."""
-    resolved = settings.resolve(hardware.ranks, hardware.device)
+    resolved = settings.resolve(hardware.ranks, hardware.device, needs_packages=False)
     if not resolved.batch_plan.is_provisional:
         return settings
     return settings.with_micro_batch_size(choose_auto_micro_batch(settings.config, resolved, model, hardware))

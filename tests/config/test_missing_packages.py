@@ -227,6 +227,16 @@ def test_an_installed_package_names_itself_and_not_a_clone(monkeypatch, hide, tm
         optional_packages.require_package("bitsandbytes", "it")
 
 
+def test_a_plan_for_another_machine_needs_no_optional_package(capsys, hide):
+    hide("bitsandbytes")
+    given = ["plan", "--config", "llama_8b", "--gpu", "h100", "adapter.kind=lora", "adapter.quantize=nf4"]
+    assert main(given) == 0
+    told = capsys.readouterr().out
+    assert "to train on this machine: adapter.quantize: nf4 needs bitsandbytes, which is not" in told
+    assert main([*given, "--recipes"]) == 0
+    assert "cannot run" not in capsys.readouterr().out
+
+
 def test_a_folder_of_the_name_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "wandb_of_a_run").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
