@@ -17,9 +17,11 @@ from pipeline.cli.inputs import PATH_OR_NAME, ParagraphHelpFormatter, add_overri
 from pipeline.config.command_lines import Word, format_shell_line, format_train_command
 from pipeline.config.settings import Settings, load_settings
 from pipeline.config.shipped import DEFAULT_RECIPE, LAUNCH
+from pipeline.errors import PipelineError
 from pipeline.files import GIB, format_duration
 from pipeline.planner.changes import (
     ConfigChange,
+    NoSplitFitsError,
     SearchResult,
     find_largest_micro_batch,
     find_largest_model,
@@ -272,13 +274,14 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(convert_to_json(estimate, changes) | suggested, indent=2))
         return
-    _print_plan(estimate, changes, arguments.no_color)
+    advice = format_changes(settings, estimate, changes) if estimate.fits is False else None
+    _print_plan(estimate, advice, arguments.no_color)
     if arguments.suggest:
         print(f"\nThis is the simplest split that fits. To train with it: {suggested['command']}")
 
 
-def _print_plan(estimate: Forecast, changes: Sequence[ConfigChange], no_color: bool) -> None:
-    """Print the plan of a run; `changes` are those that help if it does not fit."""
+def _print_plan(estimate: Forecast, advice: tuple[str, list[str]] | None, no_color: bool) -> None:
+    """Print the plan of a run; `advice` is a title with lines on what to change, if it does not fit."""
     from pipeline.cli.screen import Screen
 
     screen = Screen(no_color)
@@ -291,10 +294,11 @@ def _print_plan(estimate: Forecast, changes: Sequence[ConfigChange], no_color: b
         screen.title("Time of a step")
         for line in format_time_rows(estimate):
             screen.line(line)
-    if changes:
-        screen.title("Changes that help: append one to the command")
-        for change in changes:
-            screen.line(f"  {change}")
+    if advice is not None:
+        title, lines = advice
+        screen.title(title)
+        for line in lines:
+            screen.line(line)
 
 
 def read_inputs(arguments: argparse.Namespace) -> tuple[Settings, PlannedHardware]:
@@ -345,7 +349,8 @@ def plan_run(
         hardware: Hardware of the run.
 
     Returns:
-        The changes are empty if the run fits, or if that is not known.
+        The changes are empty if the run fits, or if that is not known. If some are enough alone, the others
+        are left out.
     """
     settings = resolve_auto_micro_batch(settings, model, hardware)
     estimate = forecast(settings, model, hardware)
@@ -363,7 +368,31 @@ def plan_run(
     changes = sort_by_memory_gain(price_changes(settings, estimate, forecast_changed), estimate)
     if estimate.lacking.startswith("host memory"):  # memory saved on a GPU frees no host memory
         changes = [change for change in changes if change.fits]
-    return estimate, changes[:MAX_CHANGES]
+    enough = [change for change in changes if change.fits is not False]
+    return estimate, (enough or changes)[:MAX_CHANGES]
+
+
+def format_changes(
+    settings: Settings, estimate: Forecast, changes: Sequence[ConfigChange]
+) -> tuple[str, list[str]]:
+    """Return a title and lines that say what to change about a run that does not fit.
+
+    Args:
+        settings: Settings of the run.
+        estimate: Forecast of the run.
+        changes: Changes that `plan_run` found.
+    """
+    lines = [f"  {change}" for change in changes]
+    if any(change.fits is not False for change in changes):
+        return "Changes that help: append one to the command", lines
+    title = "Changes that help, but none alone is enough" if changes else "No change alone is enough"
+    try:
+        suggest_split(settings, estimate.model, estimate.hardware)
+    except NoSplitFitsError as error:
+        return f"No change is enough: {str(error).removeprefix('--suggest: ')}", []
+    except PipelineError:  # the search cannot answer, such as for a model whose activations are not known
+        return title, lines
+    return f"{title}; --suggest finds a combination", lines
 
 
 def format_command(settings: Settings, hardware: PlannedHardware, suggestion: SearchResult) -> str:

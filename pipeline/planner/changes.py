@@ -176,6 +176,8 @@ def price_changes(
 ) -> list[ConfigChange]:
     """Return the changes that the settings accept, with the memory they save and the time they cost.
 
+    A change with which the run does not fit into host memory is left out.
+
     Args:
         settings: Settings of the run.
         now: Forecast of the run with these settings.
@@ -185,6 +187,8 @@ def price_changes(
     for change in list_candidates(settings, now.resolved, now.hardware.device):
         with suppress(PipelineError):
             after = forecast(settings.with_arguments(change.overrides))
+            if not after.fits_host:
+                continue
             ratio = after.time.seconds / now.time.seconds if after.time and now.time else None
             changes.append(replace(change, gain=now.peak - after.peak, time_ratio=ratio, fits=after.fits))
     return changes
@@ -242,13 +246,18 @@ class SearchResult:
     """`memory`, or the reason why no larger run was tried or possible."""
 
 
+class NoSplitFitsError(ConfigError):
+    """No split of LADDER fits."""
+
+
 def suggest_split(settings: Settings, model: ModelSpec, hardware: PlannedHardware) -> SearchResult:
     """Return the first split of LADDER that fits, with the largest micro-batch that divides the global batch.
 
     The suggestion is the simplest split that fits, which may not be the fastest.
 
     Raises:
-        ConfigError: No split fits, or the memory of the model is not known.
+        NoSplitFitsError: No split fits.
+        ConfigError: The settings are refused, or the memory of the model is not known.
     """
     refusal = ""
     lacking = ""
@@ -280,7 +289,7 @@ def suggest_split(settings: Settings, model: ModelSpec, hardware: PlannedHardwar
             f"--suggest: the memory of {model.name} on {hardware} is not known; "
             "plan without --suggest to see the known parts"
         )
-    raise ConfigError(
+    raise NoSplitFitsError(
         f"--suggest: no split of {model.name} ({model.numel:,} parameters) fits on {hardware} (the last one "
         f"does not fit: {lacking}); take more GPUs, more memory, an adapter (adapter.kind=lora), or a "
         "shorter data.sequence_length"

@@ -73,9 +73,15 @@ class Forecast:
                 reason += f", and only {usable_share:.0%} of the memory is sure to be usable"
             return reason
         host_limit = self.hardware.host_memory
-        if host_limit is not None and self.host_bytes > host_limit:
+        if host_limit is not None and not self.fits_host:
             return f"host memory, {self.host_bytes / GIB:,.0f} of {host_limit / GIB:,.0f} GiB per machine"
         return ""
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the run fits into host memory, as far as its size is known."""
+        host_limit = self.hardware.host_memory
+        return host_limit is None or self.host_bytes <= host_limit
 
     @property
     def ranks_per_node(self) -> int:

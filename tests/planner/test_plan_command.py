@@ -156,6 +156,22 @@ def test_what_does_not_fit_is_told_what_to_change_and_each_change_helps(capsys):
         assert f" {' '.join(change.overrides)} (" in told, "no word is broken"
 
 
+def test_changes_that_are_not_enough_alone_are_told_apart(capsys):
+    """No change that is listed ends a run for lack of host memory."""
+    on_4090 = [*LLAMA_8B, "--gpu", "4090", "--host-memory", "64"]
+    zero2 = [*on_4090, "--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
+    assert planned(*zero2)[1] == []
+    assert "No change alone is enough; --suggest finds a combination" in plan(capsys, *zero2)
+    assert "This is the simplest split that fits" in plan(capsys, *zero2, "--suggest")
+    assert [change.fits for change in planned(*on_4090)[1]] == [False]
+    told = plan(capsys, *on_4090)
+    assert "Changes that help, but none alone is enough; --suggest finds a combination\n  model.act" in told
+    told = plan(capsys, *zero2, "--gpu-memory", "0.5")
+    assert told.splitlines()[-1].startswith("No change is enough: no split of llama (8,030,261,248 param")
+    told = plan(capsys, *zero2, "--gpu-memory", "0.5", *GEMMA)
+    assert told.splitlines()[-1] == "No change alone is enough"
+
+
 def with_number(words, key, more):
     """The words with so much more in one of them."""
     return [f"{key}={int(w.partition('=')[2]) + more}" if w.startswith(f"{key}=") else w for w in words]
