@@ -182,8 +182,8 @@ def _convert_change(change: ConfigChange) -> dict[str, Any]:
 HELP = "estimate memory, time and disk of a run before it starts, and what to change if it does not fit"
 DESCRIPTION = """\
 Estimate a run before it starts: the memory of the rank that needs most and the time of a step, both by part,
-host memory and disk. If the run does not fit, list changes that help. The command reads no weights and needs
-no GPU."""
+host memory and disk. If the run does not fit, list changes that help; the exit code is 0 then, too. The
+command needs no GPU and reads no weights, only the config.json of a pretrained model."""
 EPILOG = """\
 Examples:
 
@@ -225,7 +225,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     searches.add_argument("--largest", action="store_true", help=largest)
     recipes = "print memory and time of each shipped recipe, or of --config, on three machines or on --gpu"
     searches.add_argument("--recipes", action="store_true", help=recipes)
-    parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    as_json = "print all numbers as JSON; `fits` tells whether the run fits, and the exit code is 0 either way"
+    parser.add_argument("--json", action="store_true", help=as_json)
     parser.add_argument("--no-color", action="store_true", help="print without colours and bold type")
     add_overrides(parser, "recipe keys and, with ds., DeepSpeed keys, as for train")
 
