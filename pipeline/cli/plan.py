@@ -66,8 +66,13 @@ def format_summary(estimate: Forecast) -> Iterator[str]:
         seconds = estimate.hours * 3600
         shortest = format_duration(seconds * (1 - TIME_TOLERANCE))
         longest = format_duration(seconds * (1 + TIME_TOLERANCE))
-        cost = "" if estimate.cost is None else f", costs about {estimate.cost:,.2f}"
+        cost = "" if estimate.cost is None else f", costs {format_range(estimate.cost)}"
         yield f"run     {estimate.config.max_steps:,} steps in {shortest} to {longest}{cost}"
+    elif estimate.time is not None:
+        epochs = f"{estimate.config.max_epochs:g} epochs"
+        yield f"run     {epochs}; the plan does not read the data: for time and cost, add max_steps=N"
+    elif estimate.config.log.price_per_device_hour is not None:
+        yield "run     the time of a step is not known, so neither is the cost"
 
 
 def format_memory_rows(estimate: Forecast) -> Iterator[str]:
@@ -225,7 +230,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     searches.add_argument("--largest", action="store_true", help=largest)
     recipes = "print memory and time of each shipped recipe, or of --config, on three machines or on --gpu"
     searches.add_argument("--recipes", action="store_true", help=recipes)
-    as_json = "print all numbers as JSON; `fits` tells whether the run fits, and the exit code is 0 either way"
+    as_json = "print all numbers as JSON; `fits` says whether the run fits, the exit code is 0 either way"
     parser.add_argument("--json", action="store_true", help=as_json)
     parser.add_argument("--no-color", action="store_true", help="print without colours and bold type")
     add_overrides(parser, "recipe keys and, with ds., DeepSpeed keys, as for train")

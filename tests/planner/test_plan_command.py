@@ -106,7 +106,14 @@ def test_a_program_reads_what_is_printed(capsys):
         found.mfu,
     )
     assert (told["lacking"], told["disk_bytes"]) == ("", found.disk_bytes)
-    assert f"costs about {told['run']['cost']:,.2f}" in plan(capsys, *priced)
+    cost = told["run"]["cost"]
+    assert f", costs {0.8 * cost:,.2f} to {1.2 * cost:,.2f}\n" in plan(capsys, *priced)
+    without_steps = plan(capsys, *priced, "max_epochs=3")
+    assert "run     3 epochs; the plan does not read the data: for time and cost, add max_steps=N" in (
+        without_steps
+    )
+    without_time = plan(capsys, *priced, "model.fp8=rowwise")
+    assert "run     the time of a step is not known, so neither is the cost" in without_time
     small = [*ON_8, "--gpu-memory", "16"]
     told, (_, changes) = json.loads(plan(capsys, *small, "--json")), planned(*small)
     assert [tuple(each["overrides"]) for each in told["changes"]] == [each.overrides for each in changes]
