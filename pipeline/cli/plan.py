@@ -115,9 +115,10 @@ def format_time_rows(estimate: Forecast) -> Iterator[str]:
     time = estimate.time
     if time is None:
         return
+    # A run's tok/s counts target tokens only. The plan cannot know how many of the positions are targets.
     rows = [(name, f"{seconds:.3f} s") for name, seconds in time.parts.items() if seconds > 5e-4]
     rows.append(("a step", f"{format_range(time.seconds)} s"))
-    rows.append(("tokens per second", format_range(time.tokens_per_second)))
+    rows.append(("positions per second", format_range(time.tokens_per_second)))
     if estimate.mfu is not None:
         lowest = 100 * estimate.mfu * (1 - TIME_TOLERANCE)
         highest = 100 * estimate.mfu * (1 + TIME_TOLERANCE)

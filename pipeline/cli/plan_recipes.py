@@ -21,8 +21,8 @@ DEFAULT_MACHINES = (("rtx 4090", 1), ("h100", 1), ("h100", 8))
 """GPU and number of GPUs of each column if the command line names no machine."""
 LEGEND = f"""\
 A cell: memory of the fullest GPU, and time of the run, or its speed if it counts epochs.
-Time and speed may be off by {TIME_TOLERANCE:.0%}.
-`use SPLIT`: as it is, the recipe does not fit. plan --suggest prints the changes with which it does."""
+Time and speed may be off by {TIME_TOLERANCE:.0%}. Positions count prompts and padding, unlike a run's tok/s.
+`use SPLIT`: the recipe fits with this split, but not as it is. plan --suggest prints the command."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def format_cell(result: SearchResult) -> str:
         minutes = estimate.hours * 60
         time = f"{minutes:,.0f} min" if minutes >= 1 else "under 1 min"
     elif estimate.time is not None:
-        time = f"{estimate.time.tokens_per_second:,.0f} tokens/s"
+        time = f"{estimate.time.tokens_per_second:,.0f} positions/s"
     split = f"use {result.words[1]}: " if result.words else ""
     least = "" if estimate.memory.is_complete else "more than "
     return f"{split}{least}{estimate.peak / GIB:.1f} GiB, {time}"

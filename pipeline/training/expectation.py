@@ -66,13 +66,13 @@ class Expectation:
 
     @property
     def speed(self) -> str | None:
-        """Text about the expected speed, a range of tokens per second; `None` without a forecast."""
+        """Text about the expected speed, a range of positions per second; `None` without a forecast."""
         if self._forecast is None or self._forecast.time is None:
             return None
         speed = self._forecast.time.tokens_per_second
         low = (1 - TIME_TOLERANCE) * speed
         high = (1 + TIME_TOLERANCE) * speed
-        return f"{low:,.0f} to {high:,.0f} tokens/s expected"
+        return f"{low:,.0f} to {high:,.0f} positions/s expected"
 
     def compare(self, peak_gib: float, speeds: Sequence[float]) -> Event | None:
         """Return an event that compares forecast and measurement.
@@ -99,7 +99,7 @@ class Expectation:
             measured = median(speeds[1:]) * self._length
             expected = forecast.time.tokens_per_second
             fields |= {"tokens_per_second_measured": measured, "tokens_per_second_expected": expected}
-            comparisons.append(f"{measured:,.0f} tokens/s, expected {expected:,.0f}")
+            comparisons.append(f"{measured:,.0f} positions/s, expected {expected:,.0f}")
         if not comparisons:
             return None
         return Event(PLAN, f"plan: {'; '.join(comparisons)}", level="info", fields=fields)

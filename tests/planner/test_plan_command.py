@@ -70,7 +70,7 @@ def test_it_answers_without_torch_and_what_stands_on_it():
         assert text in done.stdout
     assert re.search(r"memory of the device .* \d+%: fits$", done.stdout, re.M)
     assert re.search(r"^  a step +[\d.]+ to [\d.]+ s$", done.stdout, re.M)
-    assert re.search(r"^  tokens per second +[\d,]+ to [\d,]+$", done.stdout, re.M)
+    assert re.search(r"^  positions per second +[\d,]+ to [\d,]+$", done.stdout, re.M)
 
 
 def test_an_own_optimizer_is_not_imported_and_counts_as_adamw():

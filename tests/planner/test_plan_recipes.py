@@ -108,8 +108,8 @@ def test_a_tokenizer_that_is_not_here_is_named_by_the_plan(capsys):
 def test_a_run_of_epochs_has_a_speed_in_place_of_a_time(capsys):
     given = ["--config", "finetune_chat", "--deepspeed", "zero2", "--gpu", "4090"]
     *_, epochs, cell = read_table(plan(capsys, "--recipes", *given))["finetune_chat"]
-    lowest, highest = re.search(r"tokens per second +([\d,]+) to ([\d,]+)", plan(capsys, *given)).groups()
-    speed = int(cell.removesuffix(" tokens/s").rpartition(" ")[2].replace(",", ""))
+    lowest, highest = re.search(r"positions per second +([\d,]+) to ([\d,]+)", plan(capsys, *given)).groups()
+    speed = int(cell.removesuffix(" positions/s").rpartition(" ")[2].replace(",", ""))
     assert epochs == "3 epochs"
     assert speed == pytest.approx((int(lowest.replace(",", "")) + int(highest.replace(",", ""))) / 2, abs=1)
 

@@ -39,7 +39,7 @@ def test_what_a_run_took_is_told_and_is_no_alert(found, memory, speed):
 
 def test_a_speed_is_expected_as_a_range(found):
     speed = found.time.tokens_per_second
-    assert Expectation(found, 64).speed == f"{0.8 * speed:,.0f} to {1.2 * speed:,.0f} tokens/s expected"
+    assert Expectation(found, 64).speed == f"{0.8 * speed:,.0f} to {1.2 * speed:,.0f} positions/s expected"
 
 
 def test_a_process_on_a_cpu_that_held_more_before_is_not_judged(found):
