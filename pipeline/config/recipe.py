@@ -89,6 +89,8 @@ ALIASES = {word: key for key, words in _OTHER_NAMES.items() for word in words.sp
 """Name in another trainer -> dotted key of the recipe, or advice with several keys."""
 
 NO_IMPORT_PATHS = "--no-import-paths"
+FILL_IN = "FILL-IN"
+"""Placeholder that the command `import` writes for a value that the user has to write."""
 IMPORT_PATH_FIELDS = ("kind", "iterable", "collate_fn", "curriculum")
 """Fields that may hold `package.module:function`."""
 COMMAND_FIELD = "command"
@@ -119,6 +121,30 @@ def validate_recipe(file: ConfigFile) -> RunConfig:
         location = "command line" if "command line" in locations else locations[0]
         raise ConfigError(f"{location}: {message}")
     return config
+
+
+def refuse_placeholders(file: ConfigFile) -> None:
+    """Check that the user has replaced each FILL_IN in a recipe.
+
+    Raises:
+        ConfigError: Placeholders are left. The message has one line for each key.
+    """
+    keys = dict.fromkeys(_find_placeholders(file.tree))
+    if keys:
+        advice = f"fill in the value, which is still {FILL_IN}; a comment at the top of the recipe says how"
+        raise ConfigError("\n".join(f"{file.location_of(key)}: {key}: {advice}" for key in keys))
+
+
+def _find_placeholders(value: Any, dotted: str = "") -> Iterator[str]:
+    """Yield the dotted key of each text that begins with FILL_IN; for a text in a list, the list's key."""
+    if isinstance(value, str) and value.startswith(FILL_IN):
+        yield dotted
+    elif isinstance(value, dict):
+        for key, below in value.items():
+            yield from _find_placeholders(below, f"{dotted}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for element in value:
+            yield from _find_placeholders(element, dotted)
 
 
 def _explain(problem: Any, file: ConfigFile) -> str:

@@ -20,7 +20,7 @@ from pipeline.config.deepspeed_json import decide_precision, load_deepspeed_json
 from pipeline.config.deepspeed_keys import ADOPTED
 from pipeline.config.loading import ConfigFile, Tree, YamlDumper, get_dotted, parse_override, read_yaml
 from pipeline.config.optional_packages import require_package
-from pipeline.config.recipe import refuse_code, validate_recipe
+from pipeline.config.recipe import refuse_code, refuse_placeholders, validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.shipped import DEFAULT_RECIPE, find_deepspeed_json, find_recipe
 from pipeline.config.split import Device, Split, read_deepspeed_split
@@ -322,8 +322,9 @@ def combine_files(file: ConfigFile, deepspeed_file: ConfigFile | None) -> RunCon
     """Return the validated recipe, completed by the numbers of a checked DeepSpeed JSON.
 
     Raises:
-        ConfigError: The recipe is not valid, or it and the JSON contradict each other.
+        ConfigError: The recipe is not valid or not filled in, or it and the JSON contradict each other.
     """
+    refuse_placeholders(file)
     if deepspeed_file is not None:
         adopt_stated_numbers(file, deepspeed_file)
         if "torch" in deepspeed_file.tree:

@@ -64,11 +64,13 @@ def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     changes = ["max_steps=2", "log.every=1", f"data.cache_dir={tmp_path / 'cache'}"]
+    assert train([*printed, *changes, "--dry-run", "--world-size", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "data.chat_template: fill in the value" in error
+    assert error.count("\n") == 1
+    changes.append("data.chat_template=chatml")  # what was to fill in
     assert train([*printed, *changes, "--dry-run", "--world-size", "2"]) == 0
     capsys.readouterr()
-    assert train([*printed[2:], *changes]) == 2
-    assert "data.chat_template: FILL-IN.jinja cannot be read" in capsys.readouterr().err
-    changes.append("data.chat_template=chatml")  # what was to fill in
     assert train([*printed[2:], *changes]) == 0  # without the JSON: plain PyTorch
     lines = (tmp_path / "elsewhere" / "saves" / "sft" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

@@ -10,13 +10,13 @@ from pipeline.cli.import_configs import training_arguments as common
 from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_text
 from pipeline.cli.import_configs.mapping import (
     DATASET_FIELDS,
-    FILL_IN,
     ImportDraft,
     Source,
     TrainerTable,
     find_source,
     put_sources,
 )
+from pipeline.config.recipe import FILL_IN
 from pipeline.errors import ConfigError
 
 # Value of Axolotl's `rl` -> objective.kind. `reward` stands for `reward_model: true`.

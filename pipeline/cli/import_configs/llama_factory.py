@@ -11,7 +11,6 @@ from pathlib import Path
 from pipeline.cli.import_configs import training_arguments as common
 from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_names, to_text
 from pipeline.cli.import_configs.mapping import (
-    FILL_IN,
     ImportDraft,
     Source,
     TrainerTable,
@@ -19,6 +18,7 @@ from pipeline.cli.import_configs.mapping import (
     put_sources,
 )
 from pipeline.config.loading import read_json
+from pipeline.config.recipe import FILL_IN
 
 # Value of `stage` -> data.kind.
 DATA_KINDS = {"pt": "text", "sft": "chat", "rm": "preference", "dpo": "preference", "kto": "preference"}

@@ -21,6 +21,7 @@ from pipeline.cli.import_configs.unmapped_keys import NO_EFFECT, NO_EXACT_COUNTE
 from pipeline.config.loading import ConfigFile
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.objective_schema import ObjectiveConfig
+from pipeline.config.recipe import FILL_IN
 from pipeline.errors import ConfigError
 from pipeline.files import is_path
 
@@ -28,8 +29,6 @@ TYPO_SIMILARITY = 0.88
 """Similarity by difflib, 0 to 1, from which an unknown key is taken for a typo of a known one."""
 OFF_VALUES: tuple[Any, ...] = (False, 0, "none", "no", "", [], {})
 """Values that switch a feature off."""
-FILL_IN = "FILL-IN"
-"""Placeholder in the recipe for a value that the user has to write. A run refuses it."""
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")
 """Suffixes by which a name is taken for a file, and not for a data set on the hub."""
 DATASET_FIELDS = ("path", "name", "split", "data_files", "revision")

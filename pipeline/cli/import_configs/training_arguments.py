@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_names, to_number, to_text
-from pipeline.cli.import_configs.mapping import FILL_IN, ImportDraft, TrainerTable, put_sources
+from pipeline.cli.import_configs.mapping import ImportDraft, TrainerTable, put_sources
+from pipeline.config.recipe import FILL_IN
 
 # Keys here [as conversion]: keys of TrainingArguments; see parse_table.
 ROWS = parse_table("""

@@ -11,12 +11,12 @@ from pipeline.cli.import_configs import training_arguments as common
 from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_text
 from pipeline.cli.import_configs.mapping import (
     DATASET_FIELDS,
-    FILL_IN,
     ImportDraft,
     TrainerTable,
     find_source,
     put_sources,
 )
+from pipeline.config.recipe import FILL_IN
 
 TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo")
 DEFAULT_LEARNING_RATES = {"sft": 2e-5, "reward": 1e-4}  # 1e-6 for the other trainers

@@ -12,12 +12,13 @@ from pathlib import Path
 import yaml
 
 from pipeline.cli.import_configs import accelerate, axolotl, llama_factory, training_arguments, trl
-from pipeline.cli.import_configs.mapping import FILL_IN, ImportDraft, TrainerTable
+from pipeline.cli.import_configs.mapping import ImportDraft, TrainerTable
 from pipeline.cli.inputs import report_file_errors
 from pipeline.config import deepspeed_keys
 from pipeline.config.command_lines import format_train_command
 from pipeline.config.deepspeed_check import check_deepspeed_json
 from pipeline.config.loading import ConfigFile, Tree, YamlDumper, read_json, read_yaml, set_dotted
+from pipeline.config.recipe import FILL_IN
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.config.shipped import DS_CONFIGS
@@ -41,6 +42,10 @@ DEEPSPEED_KEYS = {
     "train_batch_size",
     "steps_per_print",
 }
+
+
+# Valid values for the check of the recipe, for keys whose placeholder is not of their type.
+STAND_INS = {"optimizer.kind": "adamw", "schedule.kind": "cosine", "data.sequence_length": 256}
 
 
 def draft_recipe(path: Path, tool_name: str | None, gpus: int) -> ImportDraft:
@@ -126,7 +131,7 @@ def write_files(draft: ImportDraft, folder: Path) -> str:
 
 
 def _check_files(draft: ImportDraft, contents: dict[str, str]) -> None:
-    """Write recipe and JSON to a temporary folder, and load them.
+    """Write recipe and JSON to a temporary folder, with valid values for placeholders, and load them.
 
     Args:
         draft: Draft from which they were made.
@@ -137,9 +142,12 @@ def _check_files(draft: ImportDraft, contents: dict[str, str]) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         for name, content in contents.items():
-            (Path(folder) / name).write_text(content)
+            (Path(folder) / name).write_text(content.replace(FILL_IN, "elsewhere"))
         # This override keeps the loader from looking for the tokenizer of a model that is not here yet.
         overrides = ["data.tokenizer.pretrained=elsewhere"]
+        for key, value in STAND_INS.items():
+            if draft.recipe.get(key) == FILL_IN:
+                overrides.append(f"{key}={value}")
         try:
             load_settings(Path(folder) / RECIPE_FILE, Path(folder) / JSON_FILE, overrides)
         except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import yaml
@@ -197,7 +198,9 @@ def imported(tmp_path, monkeypatch):
         path.write_text(yaml.safe_dump({key: value for key, value in tree.items() if value is not None}))
         draft = draft_recipe(path, tool, gpus)
         write_files(draft, tmp_path / "out")
-        load_settings(tmp_path / "out" / "recipe.yaml", tmp_path / "out" / "deepspeed.json")
+        is_complete = "FILL-IN" not in (tmp_path / "out" / "recipe.yaml").read_text()
+        with nullcontext() if is_complete else pytest.raises(ConfigError, match=r": fill in the value"):
+            load_settings(tmp_path / "out" / "recipe.yaml", tmp_path / "out" / "deepspeed.json")
         return draft
 
     return function
