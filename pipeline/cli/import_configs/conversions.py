@@ -111,16 +111,6 @@ def to_names(value: Any) -> list[str]:
     return value
 
 
-def _convert_optimizer(value: Any) -> str:
-    """Return the kind of optimizer for transformers' `optim`."""
-    name = to_text(value).lower()
-    if name in ("adafactor", "sgd"):
-        return name
-    if re.fullmatch(r"adamw(_torch|_torch_fused|_hf|_apex_fused|_anyprecision)?", name):
-        return "adamw"
-    raise LeftOpenError("the recipe has AdamW with states in fp32; for another one, write optimizer.kind")
-
-
 def _convert_recomputation(value: Any) -> str:
     """Return the kind of activation checkpointing."""
     if value == "offload":
@@ -158,7 +148,6 @@ CONVERSIONS: dict[str, Conversion] = {
     "boolean": to_bool,
     "text": to_text,
     "names": to_names,
-    "optimizer": _convert_optimizer,
     "true, false or auto": lambda value: value if value == "auto" else to_bool(value),
     "name": lambda value: re.sub(r"[^\w.-]+", "-", to_text(value))[:128],
     "recomputation": _convert_recomputation,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_names, to_number, to_text
 from pipeline.cli.import_configs.mapping import ImportDraft, TrainerTable, put_sources
+from pipeline.config.optimizer_schema import ADVICE_ON_OTHER_KINDS, OptimizerKind, ScheduleKind
 from pipeline.config.recipe import FILL_IN
 
 # Keys here [as conversion]: keys of TrainingArguments; see parse_table.
@@ -15,14 +17,14 @@ batch.micro_batch_size: per_device_train_batch_size
 batch.global_batch_size: gradient_accumulation_steps
 max_steps: max_steps
 max_epochs: num_train_epochs
-optimizer.kind as optimizer: optim
+optimizer.kind: optim
 optimizer.learning_rate as number: learning_rate
 optimizer.weight_decay as number: weight_decay
 optimizer.betas: adam_beta1 adam_beta2
 optimizer.eps as number: adam_epsilon
 optimizer.max_grad_norm as number: max_grad_norm
 schedule.kind: lr_scheduler_type
-schedule.min_learning_rate_ratio: lr_scheduler_kwargs.min_lr_rate
+schedule.min_learning_rate_ratio: lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.min_lr
 schedule.warmup: warmup_steps warmup_ratio
 checkpoint.every: save_steps save_strategy
 checkpoint.keep_last as integer: save_total_limit
@@ -98,6 +100,7 @@ def put_arguments(draft: ImportDraft, has_eval: bool) -> None:
     """
     _put_batch_size_and_length(draft)
     draft.put("optimizer.betas", [draft.read_value(key, to_number) for key in ("adam_beta1", "adam_beta2")])
+    _put_optimizer(draft)
     _put_schedule(draft)
     _put_cadence(draft, "checkpoint.every", "save")
     if has_eval:
@@ -130,20 +133,69 @@ def _put_batch_size_and_length(draft: ImportDraft) -> None:
         draft.put("max_epochs", draft.read_value("num_train_epochs", to_number))
 
 
+def _put_optimizer(draft: ImportDraft) -> None:
+    """Put the kind of the optimizer. Leave it to the user if there is no counterpart."""
+    name = draft.read_value("optim", to_text).lower()
+    replaced_by = [key for key in ("use_badam", "use_galore", "use_muon") if draft.get_stated(key)]
+    if replaced_by:
+        ask_for_kind(draft, "optimizer.kind", replaced_by[0].removeprefix("use_"))
+    elif name in ("adafactor", "sgd"):
+        draft.put("optimizer.kind", name)
+    elif re.fullmatch(r"adamw(_torch|_torch_fused|_hf|_apex_fused|_anyprecision)?", name):
+        draft.put("optimizer.kind", "adamw")
+    else:
+        ask_for_kind(draft, "optimizer.kind", name)
+    remove_unread_keys(draft)
+
+
+def remove_unread_keys(draft: ImportDraft) -> None:
+    """Remove keys of AdamW if the recipe has another optimizer, and set the momentum of SGD to theirs."""
+    kind = draft.recipe["optimizer.kind"]
+    if kind in ("sgd", "adafactor"):
+        draft.recipe.pop("optimizer.betas", None)
+        draft.discard("optimizer.eps", f"{kind} does not read it")
+    if kind == "sgd" and "optimizer.momentum" not in draft.recipe:
+        draft.put("optimizer.momentum", 0.0, "none, as in transformers")
+
+
+def ask_for_kind(draft: ImportDraft, ours: str, theirs: str) -> None:
+    """Leave the kind of optimizer or schedule, whose value in the imported file is `theirs`, to the user."""
+    kinds = get_args(OptimizerKind if ours == "optimizer.kind" else ScheduleKind)
+    default = f"write one of {', '.join(kinds)}, or your own (docs/how-to/extending.md)"
+    advice = ADVICE_ON_OTHER_KINDS.get(theirs, default)
+    draft.ask(ours, FILL_IN, f"{theirs} is not supported, and another kind trains another curve; {advice}")
+
+
 def _put_schedule(draft: ImportDraft) -> None:
-    """Put the kind of the schedule, its final learning rate and its warmup."""
+    """Put the kind of the schedule, its final learning rate and its warmup.
+
+    The kind is left to the user if there is no counterpart, or if the file changes the curve of the kind.
+    """
     scheduler = draft.read_value("lr_scheduler_type", to_text)
+    rate_keys = ("lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.min_lr")
+    others = [key for key in draft.theirs if key.startswith("lr_scheduler_kwargs") and key not in rate_keys]
     kind = SCHEDULES.get(scheduler)
     if kind is None:
-        draft.leave_open("lr_scheduler_type", f"{scheduler}: not supported; write another schedule.kind")
+        ask_for_kind(draft, "schedule.kind", scheduler)
+    elif others:
+        ask_for_kind(draft, "schedule.kind", f"{scheduler} with {', '.join(others)}")
     else:
         draft.put("schedule.kind", kind)
-    if kind not in (None, "constant"):
+    if kind != "constant":
         ratio = draft.read_value("lr_scheduler_kwargs.min_lr_rate", to_number)
+        rate = draft.read_value("lr_scheduler_kwargs.min_lr", to_number)
+        peak = draft.recipe.get("optimizer.learning_rate")
+        if rate and peak:
+            ratio = rate / peak
         draft.put("schedule.min_learning_rate_ratio", ratio or 0.0)
     if scheduler == "constant":
         draft.put("schedule.warmup", 0, "transformers' constant schedule has no warmup")
-        return
+    else:
+        put_warmup(draft)
+
+
+def put_warmup(draft: ImportDraft) -> None:
+    """Put the length of the warmup, in steps or as a share of the run."""
     steps = draft.read_value("warmup_steps", to_number)
     share = draft.read_value("warmup_ratio", to_number)
     states_only_steps = (

@@ -82,6 +82,27 @@ CASES = [
         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.3}},
         {"schedule.kind": "cosine", "schedule.min_learning_rate_ratio": 0.3},
     ),
+    (
+        "trainer",
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}},
+        {"schedule.min_learning_rate_ratio": 0.2},  # of the default 5e-5
+    ),
+    # a kind without a counterpart is asked for, and no other kind is trained
+    *(
+        (tool, {"lr_scheduler_type": kind}, {"schedule.kind": "FILL-IN"})
+        for tool in ("llama-factory", "trainer", "trl-sft")
+        for kind in ("cosine_with_restarts", "polynomial")
+    ),
+    (
+        "trainer",
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}},
+        {"schedule.kind": "FILL-IN", "schedule.min_learning_rate_ratio": 0.0},
+    ),
+    *(("trainer", {"optim": kind}, {"optimizer.kind": "FILL-IN"}) for kind in ("adamw_8bit", "adamw_8bti")),
+    ("llama-factory", {"use_galore": True}, {"optimizer.kind": "FILL-IN"}),
+    ("axolotl", {"optimizer": "lion_8bit"}, {"optimizer.kind": "FILL-IN"}),
+    ("trainer", {"optim": "sgd"}, {"optimizer.kind": "sgd", "optimizer.momentum": 0.0}),
+    ("trainer", {"optim": "adafactor"}, {"optimizer.kind": "adafactor", "optimizer.betas": None}),
     ("trainer", {}, {"checkpoint.every": 500}),
     ("trainer", {"save_strategy": "epoch"}, {"checkpoint.every": "1 epochs"}),
     ("axolotl", {"evals_per_epoch": 4}, {"eval.every": "0.25 epochs", "checkpoint.every": "1 epochs"}),
@@ -231,17 +252,11 @@ def test_what_theirs_says_is_in_the_recipe(imported, tmp_path, tool, changes, ou
         ("axolotl", {"lr_scheduler": "constant", "cosine_min_lr_ratio": 0.1}, [], ["cosine_min_lr_ratio"]),
         ("llama-factory", {"val_size": 100, "eval_steps": 5}, ["val_size"], ["eval_steps"]),
         ("llama-factory", PAIRS | {"pref_loss": "orpo"}, ["pref_ftx"], []),
-        (
-            "llama-factory",
-            {"optim": "adamw_8bit", "lr_scheduler_type": "polynomial"},
-            ["optim", "lr_scheduler_type"],
-            [],
-        ),
         ("llama-factory", {"packing": True, "quantization_bit": 8}, ["packing", "quantization_bit"], []),
         ("llama-factory", {"use_rslora": True, "use_dora": True}, ["use_rslora"], []),
         ("axolotl", {"special_tokens": {"pad_token": "x"}}, ["special_tokens"], []),
         ("axolotl", {"kto_desirable_weight": 0.3}, [], ["kto_desirable_weight"]),
-        ("axolotl", {"lr_scheduler_kwargs": {"num_cycles": 3}}, ["lr_scheduler_kwargs"], []),
+        ("axolotl", {"lr_scheduler_kwargs": {"num_cycles": 3}}, ["lr_scheduler_kwargs.num_cycles"], []),
         (
             "axolotl",
             {"datasets": [{"path": "x/y", "type": "chat_template", "shards": 8, "roles_to_train": ["user"]}]},
