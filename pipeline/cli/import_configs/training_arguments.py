@@ -313,6 +313,10 @@ def put_held_out(draft: ImportDraft, key: str) -> bool:
 def import_training_arguments(draft: ImportDraft) -> None:
     """Import the arguments of transformers' Trainer. The data, which the user's script has, is left open."""
     put_sources(draft, "chat", [])
+    draft.ask("data.sequence_length", FILL_IN, "the largest number of tokens of a row in your script")
+    draft.left_open["data.kind"] = (
+        "chat is a guess, since the imported file does not name the data; for plain text write text"
+    )
     put_arguments(draft, draft.read_value("eval_strategy") not in (None, "no", False))
 
 

@@ -201,7 +201,11 @@ CASES = [
     ),
     ("trl-sft", {"dataset_text_field": "body"}, {"data.kind": "text"}),
     ("trl-dpo", {}, {"data.layout": "trl", "data.append_eos": False}),
-    ("trainer", {}, {"model.pretrained": "FILL-IN", "data.paths": ["FILL-IN.jsonl"]}),
+    (
+        "trainer",
+        {},
+        {"model.pretrained": "FILL-IN", "data.paths": ["FILL-IN.jsonl"], "data.sequence_length": "FILL-IN"},
+    ),
     # where numbers go
     ("trainer", {"report_to": ["wandb", "tensorboard"]}, {"wandb.mode": "auto", "log.tensorboard": True}),
     ("trainer", {}, {"wandb.mode": "disabled"}),
@@ -279,6 +283,7 @@ def test_what_theirs_says_is_in_the_recipe(imported, tmp_path, tool, changes, ou
         ("trl-sft", {"lora_r": 3, "use_peft": None}, [], ["lora_r"]),
         ("trainer", {"report_to": "mlflow", "fsdp": "full_shard"}, ["report_to", "fsdp"], []),
         ("trainer", {"save_steps": 0.1, "bf16": "full"}, ["save_steps", "bf16"], []),
+        ("trainer", {}, ["data.kind"], []),
     ],
 )
 def test_what_is_not_taken_is_named(imported, tmp_path, tool, changes, left_open, no_effect):
