@@ -113,6 +113,11 @@ def put_arguments(draft: ImportDraft, has_eval: bool) -> None:
         draft.leave_open(
             "report_to", "only W&B and TensorBoard are imported; for others see docs/how-to/watching.md"
         )
+    if draft.recipe.get("model.trust_remote_code"):
+        draft.left_open["trust_remote_code"] = (
+            "imported: the recipe runs code of the model's repository; if you do not trust that code, remove "
+            "model.trust_remote_code"
+        )
     _put_json(draft)
 
 

@@ -283,7 +283,7 @@ def test_what_theirs_says_is_in_the_recipe(imported, tmp_path, tool, changes, ou
         ("trl-sft", {"lora_r": 3, "use_peft": None}, [], ["lora_r"]),
         ("trainer", {"report_to": "mlflow", "fsdp": "full_shard"}, ["report_to", "fsdp"], []),
         ("trainer", {"save_steps": 0.1, "bf16": "full"}, ["save_steps", "bf16"], []),
-        ("trainer", {}, ["data.kind"], []),
+        ("trainer", {"trust_remote_code": True}, ["data.kind", "trust_remote_code"], []),
     ],
 )
 def test_what_is_not_taken_is_named(imported, tmp_path, tool, changes, left_open, no_effect):
