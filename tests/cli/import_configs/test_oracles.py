@@ -20,10 +20,11 @@ ORACLES: dict[str, Any] = json.loads(RECORDED.read_text())
 
 def documents_of(folder: Path, cache: Path) -> list[list[list[list[int]]]]:
     """Return ids and mask of each answer of the documents that a recipe's data are prepared to."""
-    config = load_settings(folder / "recipe.yaml", folder / "deepspeed.json").config.data
+    recipe = folder / "recipe.yaml"
+    # The user's answer: the tokenizer's own template.
+    recipe.write_text(recipe.read_text().replace("  chat_template: FILL-IN.jinja\n", ""))
+    config = load_settings(recipe, folder / "deepspeed.json").config.data
     changes: dict[str, Any] = {"cache_dir": str(cache), "prepare_workers": 1}
-    if config.chat_template == "FILL-IN.jinja":  # the user's answer: the tokenizer's own
-        changes["chat_template"] = None
     prepared = prepare_documents(config.model_copy(update=changes))
     found = []
     for part in prepared.sources[0].train.parts:
