@@ -163,13 +163,14 @@ def _put_data(draft: ImportDraft, rl: str | None) -> None:
     other_types = types - set(TEMPLATE_TYPES.get(rl, ()))
     if other_types:
         names = ", ".join(sorted(other_types))
-        draft.ask(
-            "data.chat_template",
-            f"{FILL_IN}.jinja",
-            f"a Jinja file that writes the same text as Axolotl's type {names} (docs/how-to/data.md, "
-            "Write the text of a row yourself)",
-        )
-        draft.put("data.layout", "row")
+        what = f"a Jinja file that writes the same text as Axolotl's type {names}"
+        if not rl and all(map(_is_sharegpt, other_types)):
+            draft.put("data.layout", "sharegpt")
+        else:
+            what += " (docs/how-to/data.md, Write the text of a row yourself)"
+            draft.put("data.layout", "row")
+            draft.put("data.learn_from", "assistant", "what the template writes in {% generation %}")
+        draft.ask("data.chat_template", f"{FILL_IN}.jinja", what)
     else:
         layout = "messages" if rl else "sharegpt"
         draft.put("data.layout", "icr" if rl == "reward" else layout)
@@ -179,6 +180,11 @@ def _put_data(draft: ImportDraft, rl: str | None) -> None:
             "if the template ends an answer with another token, Axolotl adds the tokenizer's end token and "
             "counts it in the loss; here it is not added"
         )
+
+
+def _is_sharegpt(dataset_type: str) -> bool:
+    """Return whether rows have ShareGPT's conversations, as with Axolotl's former types `sharegpt...`."""
+    return dataset_type.partition(".")[0] == "sharegpt"
 
 
 def _put_row_rules(draft: ImportDraft) -> None:
@@ -220,6 +226,8 @@ def _find_source(draft: ImportDraft, entry: str, kind: str) -> Source:
     names = {name: draft.read_value(f"{entry}.field_{name}", to_text) or name for name in ROW_FIELDS}
     if kind == "chat":
         names["conversations"] = names.pop("messages")
+        if _is_sharegpt(str(draft.read_value(f"{entry}.type"))):  # its messages are in another field
+            names["conversations"] = draft.get_stated(f"{entry}.field_messages") or "conversations"
     fields = {ours: theirs for ours, theirs in names.items() if ours != theirs}
     return source | ({"fields": fields} if fields else {})
 

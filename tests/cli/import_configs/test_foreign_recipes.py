@@ -174,7 +174,12 @@ CASES = [
     (
         "axolotl",
         {"datasets": [{"path": "x/y", "type": "alpaca"}]},
-        {"data.layout": "row", "data.chat_template": FILL_IN},
+        {"data.layout": "row", "data.chat_template": FILL_IN, "data.learn_from": "assistant"},
+    ),
+    (
+        "axolotl",
+        {"datasets": [{"path": "x/y", "type": "sharegpt", "conversation": "chatml"}]},
+        {"data.layout": "sharegpt", "data.chat_template": FILL_IN, "data.sources": [{"dataset": "x/y"}]},
     ),
     (
         "axolotl",
