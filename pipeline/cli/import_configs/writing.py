@@ -16,6 +16,7 @@ from pipeline.cli.import_configs.mapping import ImportDraft, TrainerTable
 from pipeline.cli.inputs import report_file_errors
 from pipeline.config import deepspeed_keys
 from pipeline.config.command_lines import format_train_command
+from pipeline.config.deepspeed_adoption import adopt_stated_numbers, remove_replaced_keys
 from pipeline.config.deepspeed_check import check_deepspeed_json
 from pipeline.config.loading import ConfigFile, Tree, YamlDumper, read_json, read_yaml, set_dotted
 from pipeline.config.recipe import FILL_IN
@@ -43,7 +44,12 @@ DEEPSPEED_KEYS = {
     "steps_per_print",
 }
 
-
+THEIR_KEYS = {
+    "optimizer": ("optimizer.kind", "optim", ("lr", "weight_decay")),
+    "scheduler": ("schedule.kind", "lr_scheduler_type", ("warmup_num_steps",)),
+}
+"""Section of a DeepSpeed JSON -> key of the recipe and of transformers for its kind, and parameters that
+DeepSpeed sets to its own default if they are missing."""
 # Valid values for the check of the recipe, for keys whose placeholder is not of their type.
 STAND_INS = {"optimizer.kind": "adamw", "schedule.kind": "cosine", "data.sequence_length": 256}
 
@@ -200,7 +206,8 @@ def format_recipe(draft: ImportDraft) -> str:
 def make_json(draft: ImportDraft) -> tuple[Tree, str]:
     """Return the DeepSpeed JSON with the values of the draft, and its origin as a text for the user.
 
-    Without a usable JSON of theirs, it is made from one in ds_configs/.
+    Without a usable JSON of theirs, it is made from one in ds_configs/. The draft's recipe gets the values of
+    their JSON's sections `optimizer` and `scheduler`.
     """
     tree, origin = _read_their_json(draft)
     if tree is None:
@@ -235,14 +242,68 @@ def _read_their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
             return None, ""
         file = read_json(path)
         origin = f"from {path}"
-    for dotted in deepspeed_keys.RECIPE_OWNS:
-        file.tree.pop(dotted.partition(".")[0], None)
+    if draft.has_recipe:
+        for section in THEIR_KEYS:
+            _adopt_their_section(draft, file, section)
+        for dotted in deepspeed_keys.RECIPE_OWNS:
+            file.tree.pop(dotted.partition(".")[0], None)
     try:
         check_deepspeed_json(file)
     except ConfigError as error:
         draft.left_open["deepspeed"] = str(error)
         return None, ""
     return file.tree, origin
+
+
+def _adopt_their_section(draft: ImportDraft, file: ConfigFile, section: str) -> None:
+    """Put the values of a section of their JSON into the recipe: transformers trains with them.
+
+    The kind is left to the user if the loader refuses the section. Values that transformers does not fill in,
+    and differences from DeepSpeed's schedules, are left open.
+
+    Args:
+        draft: Draft with the recipe.
+        file: Their JSON, unchecked. It keeps the section.
+        section: `optimizer` or `scheduler`.
+    """
+    given = file.tree.get(section)
+    if not isinstance(given, dict) or given.get("type") in (None, "auto"):
+        return
+    ours, theirs, params = THEIR_KEYS[section]
+    stated = ConfigFile(file.path, {section: given}, dict(file.locations))
+    draft.fill_in = [line for line in draft.fill_in if not line.startswith(f"{ours}: ")]
+    for name in (theirs, "lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.min_lr"):
+        is_replaced = name == theirs or section == "scheduler"
+        if is_replaced and draft.get_stated(name) is not None:
+            key = draft.tool.names.get(name, name)
+            draft.no_effect[key] = f"the {section} of the DeepSpeed JSON replaces it, as in transformers"
+    try:
+        check_deepspeed_json(stated)
+    except ConfigError as error:
+        draft.ask(ours, FILL_IN, f"the {section} of the DeepSpeed JSON cannot be imported: {error}")
+        return
+    if section == "scheduler":
+        training_arguments.put_warmup(draft)  # for an "auto"; the recipe's kind may have had none
+        draft.remarks.pop("schedule.warmup", None)
+    recipe = ConfigFile(draft.file.path, {})
+    for key, value in draft.recipe.items():
+        set_dotted(recipe.tree, key.split("."), value, RECIPE_FILE)
+    stated.notes.clear()
+    remove_replaced_keys(recipe, stated)
+    adopt_stated_numbers(recipe, stated)
+    draft.recipe = {}
+    for name, value in recipe.tree.items():
+        if isinstance(value, dict):
+            draft.recipe |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            draft.recipe[name] = value
+    draft.remarks |= dict.fromkeys(recipe.locations, f"from the {section} of the DeepSpeed JSON")
+    training_arguments.remove_unread_keys(draft)
+    missing = ", ".join(name for name in params if name not in (given.get("params") or {}))
+    if missing:
+        stated.notes.append(f"it has no {missing}; DeepSpeed's default may differ from the recipe's value")
+    if stated.notes:
+        draft.left_open[f"deepspeed: {section}"] = "; ".join(stated.notes)
 
 
 HELP = "convert LLaMA-Factory's, Axolotl's, TRL's, transformers' or accelerate's configuration to a recipe"

@@ -373,7 +373,10 @@ def test_their_json_without_what_the_recipe_says(imported, tmp_path):
     zero = {"stage": 3, "stage3_prefetch_bucket_size": "auto"}
     made, draft = json_of("llama-factory", deepspeed="ds.json")
     assert made == {"zero_optimization": zero, "bf16": {"enabled": True}}
-    assert not draft.left_open
+    assert draft.recipe["schedule.kind"] == "constant"  # their JSON's, as in transformers
+    assert (draft.recipe["schedule.warmup"], draft.recipe["optimizer.learning_rate"]) == (0.1, 1e-4)
+    assert draft.no_effect.keys() == {"lr_scheduler_type"}
+    assert draft.left_open.keys() == {"deepspeed: optimizer", "deepspeed: scheduler"}
     made, _ = json_of("llama-factory", deepspeed="ds.json", bf16=None, fp16=True)
     assert made["fp16"]["enabled"] is True
     made, draft = json_of("llama-factory", deepspeed="examples/ds_z3_config.json")
@@ -383,6 +386,35 @@ def test_their_json_without_what_the_recipe_says(imported, tmp_path):
     assert json_of("axolotl", fsdp=["full_shard"])[0]["zero_optimization"]["stage"] == 2  # of 4 bits
     assert json_of("trl-sft")[0]["bf16"] == {"enabled": True}  # TRL's default
     assert json_of("axolotl")[0]["bf16"] == {"enabled": "auto"}  # Axolotl's
+
+
+def test_their_json_decides_schedule_and_optimizer(imported, tmp_path):
+    """transformers trains with the sections of the JSON, whatever the arguments say."""
+    params = {"warmup_num_steps": 20, "total_num_steps": 200, "warmup_min_lr": 0, "warmup_max_lr": "auto"}
+    sections = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.05, "betas": [0.8, 0.9]}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**params, "warmup_type": "linear"}},
+    }
+    arguments = {"optim": "adamw_8bit", "lr_scheduler_type": "cosine_with_restarts"}
+    draft = imported("trainer", {**arguments, "deepspeed": sections})
+    ours = {
+        "optimizer.kind": "adamw",
+        "optimizer.learning_rate": 5e-5,
+        "optimizer.weight_decay": 0.05,
+        "optimizer.betas": [0.8, 0.9],
+        "schedule.kind": "linear",
+        "schedule.min_learning_rate_ratio": 0.0,
+        "schedule.warmup": 20,
+        "max_steps": 200,
+        "max_epochs": None,
+    }
+    assert {key: draft.recipe.get(key) for key in ours} == ours
+    assert draft.no_effect.keys() == arguments.keys()
+    assert not {"optimizer.kind", "schedule.kind"} & {line.partition(":")[0] for line in draft.fill_in}
+    sections = {"optimizer": {"type": "Lion"}, "scheduler": {"type": "OneCycle"}}
+    draft = imported("trainer", {"deepspeed": sections})
+    assert (draft.recipe["optimizer.kind"], draft.recipe["schedule.kind"]) == ("FILL-IN", "FILL-IN")
+    assert {"optimizer.kind", "schedule.kind"} <= {line.partition(":")[0] for line in draft.fill_in}
 
 
 @pytest.mark.parametrize(
