@@ -43,7 +43,6 @@ DEEPSPEED_KEYS = {
     "train_batch_size",
     "steps_per_print",
 }
-
 THEIR_KEYS = {
     "optimizer": ("optimizer.kind", "optim", ("lr", "weight_decay")),
     "scheduler": ("schedule.kind", "lr_scheduler_type", ("warmup_num_steps",)),
@@ -51,7 +50,12 @@ THEIR_KEYS = {
 """Section of a DeepSpeed JSON -> key of the recipe and of transformers for its kind, and parameters that
 DeepSpeed sets to its own default if they are missing."""
 # Valid values for the check of the recipe, for keys whose placeholder is not of their type.
-STAND_INS = {"optimizer.kind": "adamw", "schedule.kind": "cosine", "data.sequence_length": 256}
+STAND_INS = {
+    "optimizer.kind": "adamw",
+    "schedule.kind": "cosine",
+    "data.sequence_length": 256,
+    "ds.zero_optimization.stage": 2,
+}
 
 
 def draft_recipe(path: Path, tool_name: str | None, gpus: int) -> ImportDraft:
@@ -152,7 +156,7 @@ def _check_files(draft: ImportDraft, contents: dict[str, str]) -> None:
         # This override keeps the loader from looking for the tokenizer of a model that is not here yet.
         overrides = ["data.tokenizer.pretrained=elsewhere"]
         for key, value in STAND_INS.items():
-            if draft.recipe.get(key) == FILL_IN:
+            if FILL_IN in (draft.recipe.get(key), draft.json.get(key.removeprefix("ds."))):
                 overrides.append(f"{key}={value}")
         try:
             load_settings(Path(folder) / RECIPE_FILE, Path(folder) / JSON_FILE, overrides)
@@ -225,8 +229,8 @@ def make_json(draft: ImportDraft) -> tuple[Tree, str]:
 def _read_their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
     """Return the imported file's DeepSpeed JSON without keys that the recipe owns, and its origin.
 
-    The JSON is `None`, and the origin empty, if the file has none, or if it is left open: it does not exist
-    here, or the loader refuses it.
+    The JSON is `None`, and the origin empty, if the file has none, or if it cannot be used: it does not exist
+    here, or the loader refuses it. The stage of ZeRO is then left to the user.
     """
     if draft.base in ("zero2", "zero3"):
         return None, ""
@@ -236,9 +240,7 @@ def _read_their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
     else:
         path = draft.find_path(draft.base)
         if path is None:
-            draft.left_open["deepspeed"] = (
-                f"{draft.base} does not exist here; copy it and import again, or choose a file of ds_configs/"
-            )
+            _ask_for_stage(draft, f"{draft.base} does not exist here; copy it and import again")
             return None, ""
         file = read_json(path)
         origin = f"from {path}"
@@ -250,9 +252,15 @@ def _read_their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
     try:
         check_deepspeed_json(file)
     except ConfigError as error:
-        draft.left_open["deepspeed"] = str(error)
+        _ask_for_stage(draft, str(error))
         return None, ""
     return file.tree, origin
+
+
+def _ask_for_stage(draft: ImportDraft, reason: str) -> None:
+    """Leave the stage of ZeRO to the user, because their JSON cannot be imported for this reason."""
+    draft.json["zero_optimization.stage"] = FILL_IN
+    draft.fill_in.insert(0, f"zero_optimization.stage in {JSON_FILE}: {reason}; or write the stage of ZeRO")
 
 
 def _adopt_their_section(draft: ImportDraft, file: ConfigFile, section: str) -> None:
