@@ -165,8 +165,8 @@ def _find_dataset(draft: ImportDraft, name: str) -> Source:
     others = ", ".join(sorted(entry.keys() - imported.keys()))
     if others:
         draft.left_open[f"{name}: {others}"] = (
-            "not imported: a row's fields tell its layout, such as ShareGPT's; if your fields have other names, "
-            "write data.sources.fields (docs/how-to/data.md)"
+            "not imported: a row's fields tell its layout, such as ShareGPT's; if your fields have other "
+            "names, write data.sources.fields (docs/how-to/data.md)"
         )
     source: Source = {ours: entry[key] for key, ours in imported.items() if isinstance(entry.get(key), str)}
     file_name = source.pop("paths", None)
