@@ -322,7 +322,12 @@ def import_training_arguments(draft: ImportDraft) -> None:
     draft.left_open["data.kind"] = (
         "chat is a guess, since the imported file does not name the data; for plain text write text"
     )
-    put_arguments(draft, draft.read_value("eval_strategy") not in (None, "no", False))
+    draft.put("data.packing", "none", "one row is one sample, unless your script packs rows")
+    draft.put("data.eval_fraction", 0.0, "nothing is held out of the training data")
+    has_eval = draft.read_value("eval_strategy") not in (None, "no", False)
+    if has_eval:
+        draft.leave_open("eval_strategy", "write your script's held-out data as data.eval_sets")
+    put_arguments(draft, has_eval)
 
 
 TOOL = TrainerTable(

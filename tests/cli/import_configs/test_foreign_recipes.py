@@ -211,6 +211,11 @@ CASES = [
         {},
         {"model.pretrained": "FILL-IN", "data.paths": ["FILL-IN.jsonl"], "data.sequence_length": "FILL-IN"},
     ),
+    (
+        "trainer",
+        {"eval_strategy": "steps", "eval_steps": 20},
+        {"data.packing": "none", "data.eval_fraction": 0.0, "eval.every": 20},
+    ),
     # where numbers go
     ("trainer", {"report_to": ["wandb", "tensorboard"]}, {"wandb.mode": "auto", "log.tensorboard": True}),
     ("trainer", {}, {"wandb.mode": "disabled"}),
