@@ -168,6 +168,7 @@ def test_a_dry_run_counts_epochs_where_the_recipe_does(plan):
 
 
 def test_only_one_rank_prints_the_plan(plan, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)  # a run in this process has set it
     for rank in ("1", "0"):
         for name, value in (("WORLD_SIZE", "4"), ("RANK", rank), ("LOCAL_RANK", rank)):
             monkeypatch.setenv(name, value)
