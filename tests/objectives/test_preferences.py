@@ -124,18 +124,19 @@ def test_an_evaluation_with_kto_takes_the_baseline_of_all_held_out_answers():
 
 
 def test_routers_that_are_to_be_balanced_are_refused():
+    """A recipe that asks for the loss is refused before the start, a model that does once it computes."""
     tree = make_recipe("simpo")
-    extra = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    tree["model"] = tree["model"] | {
-        "architecture": "mixtral",
-        "extra": extra | {"router_aux_loss_coef": 0.1},
-    }
+    extra = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+    tree["model"] = tree["model"] | {"architecture": "mixtral", "extra": extra}
     config, resolved = resolve(tree, None, 1)
     engine = build_engine(config, resolved, ALONE, preference_bundle())
-    with pytest.raises(
-        ConfigError, match=r"output_router_logits: .* not part of objective simpo; set it to f"
-    ):
+    engine.module.config.output_router_logits = True  # as a pretrained model's own config.json may say
+    message = r"output_router_logits: .* not part of objective simpo; set it to f"
+    with pytest.raises(ConfigError, match=message):
         engine.eval_step(batch_of(), build_objective(config))
+    extra["output_router_logits"] = True
+    with pytest.raises(ConfigError, match=message):
+        resolve(tree, None, 1)
 
 
 def test_log1mexp_is_exact_where_a_plain_one_is_not():
