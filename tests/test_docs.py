@@ -24,7 +24,8 @@ import outputs
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(
-    r"(CUDA_VISIBLE_DEVICES=\S* )?(ds-pipeline|deepspeed|torchrun|python|sbatch|make|pip|launch/\w+\.sh) +\S"
+    r"(CUDA_VISIBLE_DEVICES=\S* )?"
+    r"(ds-pipeline|deepspeed|torchrun|python|sbatch|make|pip|(~/deepspeed-pipeline/)?launch/\w+\.sh) +\S"
 )
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.M | re.S)
 FILES = (".py", ".md", ".json", ".jsonl", ".yaml", ".safetensors")

@@ -90,19 +90,16 @@ def export(
     advance: Callable[[int], object] = ignore_progress,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> ExportResult:
-    """Write the weights of a checkpoint of any split to a folder.
+    """Export a checkpoint as `pipeline.training.api.export` does, with progress and a limit of the file size.
 
-    transformers opens the exported folder of a transformers model, and peft opens that of an adapter. The
-    export runs in one process, and needs no GPU and none of the run's machines. It needs memory for the
-    largest tensor. Files are written to `<out>.exporting` and moved to `out` at the end.
+    Files are written to `<out>.exporting` and moved to `out` at the end. Buffers keep their dtype.
 
     Args:
-        run: Run directory, or one of its checkpoints.
-        out: Folder to write, which must not exist or must be empty.
-        step: Checkpoint of the run: a step, `last` or `best`.
-        dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`. Buffers keep their dtype. `None` for fp32, or
-            for a merged adapter the dtype of its base.
-        merge: Whether to merge an adapter into its base, which must be at its recorded path.
+        run: See `pipeline.training.api.export`, also for the next arguments.
+        out: Folder to write.
+        step: Checkpoint of the run.
+        dtype: Dtype of the weights.
+        merge: Whether to merge an adapter into its base.
         advance: Called with the number of saved bytes processed since the last call. Each byte is counted
             twice: once when it is verified, once when it is written.
         max_file_bytes: Maximum number of bytes in a file of a transformers folder; a larger tensor gets a

@@ -141,7 +141,7 @@ class CausalLMConfig(ModelSection):
 
     @property
     def balances_experts(self) -> bool:
-        """Whether `extra` asks for the load-balancing loss of a mixture of experts."""
+        """Return whether `extra` asks for the load-balancing loss of a mixture of experts."""
         has_weight = self.extra.get("router_aux_loss_coef", True) != 0
         return bool(self.extra.get("output_router_logits")) and has_weight
 

@@ -79,7 +79,7 @@ class Forecast:
 
     @property
     def fits_host(self) -> bool:
-        """Whether the run fits into host memory, as far as its size is known."""
+        """Return whether the run fits into host memory, as far as its size is known."""
         host_limit = self.hardware.host_memory
         return host_limit is None or self.host_bytes <= host_limit
 

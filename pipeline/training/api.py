@@ -313,7 +313,7 @@ class Run:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process is rank 0."""
+        """Return whether this process is rank 0."""
         return self._job.ranks.is_main_process
 
     @property
