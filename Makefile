@@ -96,7 +96,6 @@ quick: setup-dev
 
 docs: setup-dev
 	python docs/write_reference.py
-	python docs/write_imported_keys.py
 	python docs/outputs.py
 	python docs/draw_one_curve.py
 	$(SITE)

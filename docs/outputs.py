@@ -84,10 +84,10 @@ class Page:
                 "PYTHONWARNINGS": "ignore",
             }
             self._home = home
-            folder = Path(home) / "page.md"
+            page = Path(home) / "page.md"
             result = Path(home) / "updated.md"
-            folder.write_text(self.text, encoding="utf-8")
-            self._cog.process_file(str(folder), str(result), str(self.path), {"output": self.output})
+            page.write_text(self.text, encoding="utf-8")
+            self._cog.process_file(str(page), str(result), str(self.path), {"output": self.output})
             return result.read_text(encoding="utf-8")
 
     def output(
@@ -97,7 +97,6 @@ class Page:
         varies: str = "",
         short: str = "",
         setup: str = "",
-        run: str = "",
         code: int = 0,
     ) -> None:
         """Write what the block above prints.
@@ -107,12 +106,11 @@ class Page:
             varies: Pattern of lines whose words may differ: a model's text.
             short: Arguments that make a training take seconds, for the daily comparison.
             setup: Commands to run before, whose output is not shown.
-            run: Commands to run in place of the block.
             code: Exit code of the block.
         """
         block = self._blocks[self._number]
         self._number += 1
-        commands = (run or block[1]).replace("\\\n", " ").strip()
+        commands = block[1].replace("\\\n", " ").strip()
         if self._is_short and short:
             commands = TRAINING.sub(rf"\g<0> {short}", commands)
         if setup:

@@ -1,4 +1,4 @@
-"""What mkdocs does with the pages before it renders them: see `hooks` in mkdocs.yml."""
+"""Hooks of mkdocs, which prepare the pages before they are rendered; mkdocs.yml names this file."""
 
 from __future__ import annotations
 

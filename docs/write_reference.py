@@ -1,13 +1,15 @@
 """Writes the tables of docs/reference/ from the code: `python docs/write_reference.py`.
 
-configuration.md has the keys of the recipe, cli.md the commands, and metrics-and-alerts.md the columns of
-metrics.jsonl and the alerts. Other text is written by hand.
+configuration.md has the keys of the recipe, cli.md the commands, metrics-and-alerts.md the columns of
+metrics.jsonl and the alerts, imported-keys.md the keys of other trainers, and splits.md what combines. Other
+text is written by hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,14 +17,29 @@ from typing import Any
 
 from pipeline.__main__ import COMMANDS
 from pipeline.cli import train
+from pipeline.cli.import_configs import training_arguments
+from pipeline.cli.import_configs.conversions import KeyMapping
+from pipeline.cli.import_configs.unmapped_keys import NO_EFFECT, NO_EXACT_COUNTERPART
+from pipeline.cli.import_configs.writing import TOOLS
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.data_schema import SOURCE_NAME
+from pipeline.config.features import format_features_table
 from pipeline.config.model_schema import IMPORT_PATH
 from pipeline.config.schema import RUN_NAME, RunConfig
+from pipeline.config.split_conflicts import format_rules_table
 from pipeline.monitoring import columns
 from pipeline.monitoring.alerts.rules import ALERTS
 
 REFERENCE = Path(__file__).with_name("reference")
+PAGES = ("configuration.md", "cli.md", "metrics-and-alerts.md", "imported-keys.md", "splits.md")
+IMPORT_TABLES = {
+    "training arguments": "trainer",
+    "llama factory": "llama-factory",
+    "axolotl": "axolotl",
+    "trl": "trl-sft",
+    "accelerate": "accelerate",
+}
+"""Marker in imported-keys.md -> key of TOOLS; all of TRL's trainers have one table."""
 
 Schema = dict[str, Any]
 """JSON Schema, as pydantic writes it for the recipe."""
@@ -55,8 +72,11 @@ def build_documents() -> dict[Path, str]:
             [(f"`{name}`", alert.condition, alert.first) for name, alert in ALERTS.items()],
         ),
     }
-    names = ("configuration.md", "cli.md", "metrics-and-alerts.md")
-    pages = {REFERENCE / name: "" for name in names}
+    tables |= {marker: _format_mapped_keys(tool) for marker, tool in IMPORT_TABLES.items()}
+    tables["left open"] = _format_unmapped_keys("what to do", NO_EXACT_COUNTERPART)
+    tables["without effect"] = _format_unmapped_keys("why", NO_EFFECT)
+    tables |= {"features": f"{format_features_table()}\n", "rules": f"{format_rules_table()}\n"}
+    pages = {REFERENCE / name: "" for name in PAGES}
     for path in pages:
         text = path.read_text(encoding="utf-8")
         for name, table in tables.items():
@@ -117,6 +137,53 @@ def _format_recipe() -> Iterator[str]:
             yield f"### Each of {' and '.join(f'`{parent}`' for parent in parents)}\n"
             yield _format_paragraph(defined[item]["description"])
             yield _format_table("", defined[item], defined)
+
+
+def list_own_rows(tool: str) -> dict[str, KeyMapping]:
+    """Return the rows of a tool that transformers' TrainingArguments do not have, or all of the latter.
+
+    Args:
+        tool: Key of TOOLS.
+    """
+    shared = {} if tool == "trainer" else training_arguments.ROWS
+    return {key: row for key, row in TOOLS[tool].rows.items() if shared.get(key) != row}
+
+
+def _format_mapped_keys(tool: str) -> str:
+    """Return a table of keys that are imported, one row for each key or pair of keys here."""
+    theirs_of: dict[str, list[str]] = {}
+    for key, row in list_own_rows(tool).items():
+        theirs_of.setdefault(row.ours, []).append(key)
+    return _format_rows(
+        ("their key", "key here"),
+        [(_quote(theirs), _format_ours(ours)) for ours, theirs in theirs_of.items()],
+    )
+
+
+def _format_unmapped_keys(heading: str, reasons: Mapping[str, str]) -> str:
+    """Return a table of keys that are not imported, one row for each reason."""
+    keys_of: dict[str, list[str]] = {}
+    for key, reason in reasons.items():
+        keys_of.setdefault(reason, []).append(key)
+    return _format_rows(
+        ("their key", heading), [(_quote(names), _link_pages(reason)) for reason, names in keys_of.items()]
+    )
+
+
+def _link_pages(reason: str) -> str:
+    """Return the text with a link in place of each page that it names."""
+    return re.sub(r"docs/([\w/-]+\.md)", r"[docs/\1](../\1)", reason)
+
+
+def _format_ours(ours: str) -> str:
+    """Return `KeyMapping.ours` in Markdown."""
+    names = ours.removeprefix("JSON: ")
+    prefix = "" if names == ours else "JSON: "
+    return prefix + _quote(names.split(", "))
+
+
+def _quote(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _format_pairs(heading: str, table: dict[str, str]) -> str:

@@ -287,7 +287,8 @@ def docstrings_of(path: Path) -> Iterator[ast.Constant]:
 
 def test_a_docstring_begins_with_its_subject_or_a_verb():
     """One that begins with "Of" or "What" needs the line before it."""
-    others = [path for folder in ("tests", "benchmarks", "launch") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("tests", "benchmarks", "launch", "docs")
+    others = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     texts = [
         f"{path.relative_to(ROOT)}:{text.lineno}: {text.value}"
         for path in [*FILES, *sorted(others)]

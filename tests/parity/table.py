@@ -1,7 +1,6 @@
-"""Writes the generated tables of docs/reference: `python tests/parity/table.py`.
+"""Writes the tables of docs/reference/measured-curves.md: `python tests/parity/table.py`.
 
-`features` and `rules` of splits.md come from the code. The tables of measured-curves.md are measured: every
-case of splits.py runs once, on real ranks of this machine.
+They are measured: every case of splits.py runs once, on real ranks of this machine.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import STEPS, cases
 from support.rank_pool import RankPool
 
-from pipeline.config.features import format_features_table
-from pipeline.config.split_conflicts import format_rules_table
-
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "measured-curves.md"
 
 
 def replace_block(text: str, name: str, block: str) -> str:
@@ -76,18 +72,14 @@ def parity_table() -> str:
 def main() -> None:
     """Replace the blocks, each as soon as it is known."""
     blocks = {
-        "features": ("splits.md", format_features_table),
-        "rules": ("splits.md", format_rules_table),
-        "activation checkpointing": ("measured-curves.md", activation_table),
-        "adapters": ("measured-curves.md", adapters_table),
-        "answers": ("measured-curves.md", answers_table),
-        "parity": ("measured-curves.md", parity_table),
+        "activation checkpointing": activation_table,
+        "adapters": adapters_table,
+        "answers": answers_table,
+        "parity": parity_table,
     }
     for name in sys.argv[1:] or blocks:
-        page, make_table = blocks[name]
-        block = make_table()
-        document = REFERENCE / page
-        document.write_text(replace_block(document.read_text(), name, block))
+        block = blocks[name]()
+        DOCUMENT.write_text(replace_block(DOCUMENT.read_text(), name, block))
 
 
 if __name__ == "__main__":
